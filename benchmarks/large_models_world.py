@@ -127,8 +127,9 @@ def _resident(process: int) -> int:
 
 
 def environment(platform: str) -> dict[str, str]:
-    """That of first_answer, and where other packages are found, such as jgr-native."""
+    """That of first_answer, where other packages are found, such as jgr-native, and how a GPU's memory is taken."""
     found = first_answer.environment()
+    found |= {name: text for name, text in os.environ.items() if name.startswith("XLA_PYTHON_CLIENT")}
     inherited = os.environ.get("PYTHONPATH")
     paths = os.pathsep.join(filter(None, (found["PYTHONPATH"], inherited)))
     return {**found, "PYTHONPATH": paths, "JAX_PLATFORMS": _PLATFORMS[platform]}

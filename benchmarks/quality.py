@@ -37,10 +37,11 @@ class Quality:
     """One model on one dataset.
 
     name: with which its claims begin. raw: the dataset's folder in JGR_DATA. counts: numbers of its train, valid and
-    test examples. config, sasrec: files in configs/. targets: by metric. published: HR@10 and NDCG@10 of others on this
-    split. exclude_history: whether those were measured without the items of the history. prepare: the arguments of jgr
-    prepare and of jgr ids, {raw} and {data} standing for the folders; empty where the dataset is read as it comes.
-    settings: fields that differ from the config.
+    test examples. config, sasrec: files in configs/, the latter "" for none. targets: by metric. published: HR@10 and
+    NDCG@10 of others on this split. exclude_history: whether those were measured without the items of the history.
+    prepare: the arguments of jgr prepare, jgr ids and jgr vectors, {raw} and {data} standing for the folders; empty
+    where the dataset is read as it comes. settings: fields that differ from the config. above_rules: whether it is
+    claimed to be above sequential rules, and its rows stand in both conventions of the history's items.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Quality:
     exclude_history: bool
     prepare: tuple[Sequence[str], ...] = ()
     settings: tuple[str, ...] = ()
+    above_rules: bool = False
 
     def loaded(self, raw: Path) -> Config:
         config = override(load_config(harness.ROOT / "configs" / self.config), *self.settings)
@@ -83,8 +85,7 @@ def measure(quality: Quality, quick: bool) -> Measured:
     config = quality.loaded(raw)
     for command in quality.prepare:
         name, *arguments = (part.format(raw=raw, data=config.data.path) for part in command)
-        written = Path(config.data.path, "manifest.json" if name == "prepare" else "catalog.jsonl")
-        if not (harness.ROOT / written).exists():
+        if not (harness.ROOT / _written(name, arguments, config.data.path)).exists():
             run(name, *arguments)
     data = override(config, f"data.path={harness.ROOT / config.data.path}").data
     interactions = load_dataset(data).interactions
@@ -97,26 +98,29 @@ def measure(quality: Quality, quick: bool) -> Measured:
         *(f"--set={s}" for s in quality.settings),
         f"--set=data.path={config.data.path}",
     ]
-    sasrec_fields = [f"--config=configs/{quality.sasrec}", f"--set=data.path={config.data.path}"]
-    sasrec = load_config(harness.ROOT / "configs" / quality.sasrec).train.out
-    for out, arguments in ((config.train.out, fields), (sasrec, sasrec_fields)):
+    trained, asked = {config.train.out: fields}, ["--limit=300"] if quick else []
+    if quality.sasrec:
+        sasrec = load_config(harness.ROOT / "configs" / quality.sasrec).train.out
+        trained[sasrec] = [f"--config=configs/{quality.sasrec}", f"--set=data.path={config.data.path}"]
+        asked.append(f"--baseline={sasrec}")
+    for out, arguments in trained.items():
         if not (harness.ROOT / out).is_dir():
             run("train", *arguments)
+    if quality.above_rules:
+        asked.append("--both_conventions")
+    served = list(fields)
     if quality.exclude_history:
         fields.append("--exclude_history")
-    limit = ["--limit=300"] if quick else []
-    with server([field for field in fields if field != "--exclude_history"]) as url:
-        found = evaluated(*fields, f"--url={url}", f"--baseline={sasrec}", *limit)
+    with server(served) as url:
+        found = evaluated(*fields, f"--url={url}", *asked)
     few = 100 if quick else UNCONSTRAINED_EXAMPLES
     free = evaluated(*fields, "--unconstrained", f"--limit={few}", "--resamples=0")["invalid"]
-    rows: list[Row] = [
-        {"method": "jgr" if name == found["model"] else name, **{m: row[m] for m in METRICS},
-         "interval_95": {m: found["intervals"][name][m] for m in METRICS}}
-        for name, row in found["rows"].items()
-    ]  # fmt: skip
-    rows.append({"differences_to_jgr": {
-        name: {m: of[m] for m in METRICS} for name, of in found["differences"].items()
-    }})  # fmt: skip
+    rows = _ranked(found)
+    if quality.above_rules:
+        other = {**found, **found["other_convention"]}
+        of = f"{quality.name}-history-{'left-out' if other['exclude_history'] else 'kept'}"
+        rows += [{"of": of, **row} for row in _ranked(other)]
+        rows.append({"of": of, "examples": other["examples"], "exclude_history": other["exclude_history"]})
     rows.append({"published": {name: list(figures) for name, figures in quality.published.items()}})
     rows.append({"invalid": free, "invalid_examples": few})
     rows.append(_described(config, found))
@@ -135,7 +139,42 @@ def measure(quality: Quality, quick: bool) -> Measured:
             0.0,
         )
     )
+    for metric in ("hr@10", "ndcg@10") if quality.above_rules else ():
+        of_rules = found["differences"]["sequential rules"][metric]
+        ends = harness.rounded(of_rules["low"]), harness.rounded(of_rules["high"])
+        claims.append(
+            Claim(
+                f"{quality.name}-test-{metric}-above-sequential-rules",
+                ends[0],  # what counts is the lower end
+                "",
+                "higher",
+                0.0,
+                interval=ends,
+            )
+        )
     return Measured(claims, rows)
+
+
+def _ranked(found: Mapping[str, Any]) -> list[Row]:
+    """A row for each method, and one of what the others are above or below the model."""
+    rows: list[Row] = [
+        {"method": "jgr" if name == found["model"] else name, **{m: row[m] for m in METRICS},
+         "interval_95": {m: found["intervals"][name][m] for m in METRICS}}
+        for name, row in found["rows"].items()
+    ]  # fmt: skip
+    rows.append({"differences_to_jgr": {
+        name: {m: of[m] for m in METRICS} for name, of in found["differences"].items()
+    }})  # fmt: skip
+    return rows
+
+
+def _written(command: str, arguments: Sequence[str], data: str) -> Path:
+    """The file by which it is known that a command which prepares has run."""
+    given = dict(argument.removeprefix("--").split("=", 1) for argument in arguments)
+    if command == "vectors":
+        return Path(given["out"])
+    name = f"{given['name']}." if "name" in given else ""
+    return Path(data, "manifest.json" if command == "prepare" else f"{name}catalog.jsonl")
 
 
 def _described(config: Config, found: Mapping[str, Any]) -> Row:
@@ -213,7 +252,9 @@ def benchmark(name: str, source: str, *measured: Quality) -> Benchmark:
         ]
         return Measured([claim for part in parts for claim in part.claims], rows)
 
-    configs = [harness.ROOT / "configs" / f for quality in measured for f in (quality.config, quality.sasrec)]
+    configs = [
+        harness.ROOT / "configs" / f for quality in measured for f in (quality.config, quality.sasrec) if f
+    ]
     return Benchmark(
         name=name,
         measure=all_of,

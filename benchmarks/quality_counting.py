@@ -36,7 +36,8 @@ FUSION = f"{OURS} + {RULES}"
 class Task:
     """One dataset. name: also that of its folder in runs/. source: for jgr prepare; empty: the raw folder is read.
 
-    config: the recipe. texts: whether it learns from vectors of the items' texts. settings: fields of this dataset's.
+    config: the recipe. texts, near: whether it learns from vectors of the items' texts, and of what was taken near
+    them. settings: fields of this dataset's.
     targets, fused_targets: of the model and of the fusion. published: HR@10 and NDCG@10 of others on this split.
     """
 
@@ -49,6 +50,7 @@ class Task:
     published: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     config: str = CONFIG
     texts: bool = False
+    near: bool = False
     settings: tuple[str, ...] = ()
 
 
@@ -103,16 +105,25 @@ def _prepared(task: Task) -> tuple[list[str], str]:
     kind = "prepared" if task.source else "minionerec"
     chosen = (f"data.kind={kind}", f"data.path={data}", f"train.out={out}", f"model.name={task.name}")
     fields = [f"--config={task.config}", *(f"--set={setting}" for setting in (*chosen, *task.settings))]
-    if task.texts:
-        vectors = f"runs/data/{task.name}_texts.npy"
-        if not (harness.ROOT / vectors).exists():
-            (harness.ROOT / vectors).parent.mkdir(parents=True, exist_ok=True)
-            run("vectors", *fields, f"--out={vectors}")
-        fields.append(f"--set=train.item_vectors={vectors}")
     if not (harness.ROOT / out / "params").is_dir():
-        run("train", *fields)
+        run("train", *fields, *_vectors(task, fields))
     catalog = f"{out}/catalog.jsonl"
     return [*fields, f"--set=model.path={out}", f"--set=catalog.path={catalog}"], out
+
+
+def _vectors(task: Task, fields: list[str]) -> list[str]:
+    """The setting that names the vectors of the items, which are made where they are not there; they are trained with,
+    and not served."""
+    made = []
+    kinds = {"texts": (task.texts, ()), "near": (task.near, ("--of=sequences", "--dims=128"))}
+    for kind, (wanted, arguments) in kinds.items():
+        path = f"runs/data/{task.name}_{kind}.npy"
+        if wanted:
+            made.append(path)
+            if not (harness.ROOT / path).exists():
+                (harness.ROOT / path).parent.mkdir(parents=True, exist_ok=True)
+                run("vectors", *fields, *arguments, f"--out={path}")
+    return [f"--set=train.item_vectors={','.join(made)}"] if made else []
 
 
 def _asked(task: Task, fields: list[str], out: str, quick: bool) -> dict[str, Any]:

@@ -100,7 +100,8 @@ def _require_trained_as(config: Config, out: str) -> None:
     train, found = config.train, json.loads((harness.ROOT / out / "config.json").read_text(encoding="utf-8"))
     steps = training(harness.ROOT / out)["steps"]
     sizes = [found[name] == getattr(train, name) for name in ("hidden", "layers", "heads")]
-    if not all(sizes) or (steps != train.steps if train.patience == 0 else steps > train.steps):
+    early = train.patience > 0 or train.minutes > 0
+    if not all(sizes) or (steps > train.steps if early else steps != train.steps):
         raise Missing(f"{out} was trained with another configuration: remove it, and it is trained anew")
 
 

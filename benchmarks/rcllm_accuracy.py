@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What reuse beyond the prefix costs in accuracy: full recompute, prefix cache, naive reuse, EPIC, CacheBlend, RcLLM.
 
-A retriever (LRURec) names 20 candidates for every test example, and for every validation example. The decoder was
-trained on neither; of two of its steps the later one was taken, which the validation examples liked better, and the
-retriever's step was chosen by them too. The result has NDCG@10 of both splits apart.
-Those whose target is among them are ranked by the engine that serves, in prompts of plain order: the titles of the
-history's items, the candidates, a question. The decoder was trained on such prompts (configs/rcllm_*.py says how, and
-for how many hours). All methods rank the same candidates in the retriever's order, and every difference is of the same
-requests, with an interval of a paired bootstrap over the users, of whom some ask more than once.
+A retriever (LRURec) names 20 candidates for every test example, and on Industrial, which has few, for every validation
+example. Neither model was trained on them, but the steps of both were chosen by the validation examples: the result has
+both splits apart, with intervals.
+Those whose target is among them (at most 1,200 of a split, drawn by a seed) are ranked by the engine that serves, in
+prompts of plain order: the titles of the history's items, the candidates, a question. The decoder was trained on such
+prompts, to answer by the letter of a place (configs/rcllm_*.py says how, and for how long). All methods rank
+the same candidates in the retriever's order, and every difference is of the same requests, with an interval of a paired
+bootstrap over the users, of whom some ask more than once.
 
 - rcllm: r of the candidates' tokens is computed anew; with a second r the titles of the history come from a library
   of prototypes of titles, but for that share. At r = .3 smaller libraries are measured too.
@@ -16,7 +17,9 @@ requests, with an interval of a paired bootstrap over the users, of whom some as
 - counts: a dataset tells something only where full recompute beats the retriever's order beyond the interval, and naive
   reuse loses at least 5 % of NDCG@10: a model that ignores its context keeps everything. Elsewhere no claim is made.
 
-The model and the retriever must be trained: the commands are at the head of the configs.
+The model and the retriever must be trained: the commands are at the head of the configs. What an engine answered is
+kept (benchmarks/rcllm_kept.py): a run that was ended goes on with the next engine when it is started again, and the
+result names the engines whose answers an earlier call gave.
 
     JGR_DATA=FOLDER python -m benchmarks.rcllm_accuracy [--quick]
 """
@@ -34,8 +37,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks import harness
+from benchmarks import harness, rcllm_kept
 from benchmarks.harness import Benchmark, Claim, Measured, Missing, Quiet, Row, rounded
+from benchmarks.rcllm_kept import Ranked
 from jgr.config import Config, load_config, override
 from jgr.data.datasets import Dataset, load_dataset
 from jgr.data.interactions import Examples
@@ -66,6 +70,9 @@ KEEPS, LOSES = 0.96, 0.05
 POOLS = (200, 1_000)
 """Prototypes of smaller libraries."""
 TASKS = {"industrial": "rcllm_industrial", "ml1m": "rcllm_ml1m"}
+SPLITS = {"industrial": ("test", "valid"), "ml1m": ("test",)}
+MOST = 1_200
+"""Requests of a split."""
 
 
 class Server(NamedTuple):
@@ -77,15 +84,6 @@ class Server(NamedTuple):
     settings: tuple[str, ...]
     budgets: dict[str, float | None]
     texts: bool = False
-
-
-class Ranked(NamedTuple):
-    """best: [e, c], candidates, best first. scores: [e, c], in the retriever's order. approximate: the
-    share of the prompts' tokens that are."""
-
-    best: Int32
-    scores: Float64
-    approximate: float = 0.0
 
 
 def servers(span: int, layers: int, libraries: Mapping[int, str]) -> dict[str, Server]:
@@ -131,8 +129,9 @@ class Asked(NamedTuple):
     rows: Int32
     whole: int
 
-    def first(self, most: int | None) -> Asked:
-        chosen = np.arange(len(self.examples))[:most]
+    def some(self, most: int) -> Asked:
+        """At most so many, drawn by a seed, in their order."""
+        chosen = np.sort(np.random.default_rng(0).permutation(len(self.examples))[:most])
         return self._replace(examples=self.examples.select(chosen), rows=self.rows[chosen])
 
 
@@ -178,19 +177,19 @@ def prepared(name: str, quick: bool) -> Task:
                 f"needs {of}: the commands that make it are at the head of configs/{TASKS[name]}.py"
             )
     config = override(config, f"data.path={at[config.data.path]}", f"model.path={at[config.train.out]}")
-    return task_of(name, config, at[config.train.retriever], 48 if quick else None)
+    return task_of(name, config, at[config.train.retriever], 48 if quick else MOST)
 
 
-def task_of(name: str, config: Config, retriever: Path, most: int | None) -> Task:
+def task_of(name: str, config: Config, retriever: Path, most: int) -> Task:
     """most: so many requests of a split at most."""
     dataset = load_dataset(config.data)
     cfg, params = retrievers.load_for(retriever, dataset.catalog.item_ids)
     asked = []
-    for split in ("test", "valid"):
+    for split in SPLITS[name]:
         examples: Examples = getattr(dataset.interactions, split)
         found = retrieve(params, cfg, dataset, examples, CANDIDATES, exclude_seen=True)
         eligible = np.flatnonzero(found.eligible)
-        asked.append(Asked(split, examples.select(eligible), found.rows[eligible], len(examples)).first(most))
+        asked.append(Asked(split, examples.select(eligible), found.rows[eligible], len(examples)).some(most))
     return Task(name, config, dataset, tuple(asked))
 
 
@@ -264,19 +263,40 @@ async def ranked(engine: Engine[ServedDecoder], task: Task, budget: float | None
     return Ranked(np.take_along_axis(rows, order, axis=1), scores, float(tokens[0] / tokens[1]))
 
 
-def measure_one(task: Task, folder: Path, pools: Sequence[int] = POOLS) -> tuple[list[Claim], list[Row]]:
+def kept_answers(
+    task: Task, name: str, server: Server, code: str, folder: Path
+) -> tuple[dict[str, Ranked], bool]:
+    """What each method of a server makes of all users, and whether an earlier call asked it."""
+    # Where a library is says nothing of what is in it, which follows from the model and the name.
+    settings = [each for each in server.settings if not each.startswith("cache.library=")]
+    described = [task.name, name, settings, server.budgets, server.texts, library_model(task.config).revision]
+    described += [task.config.prompt, task.config.rank, task.config.cache]
+    asked = [task.rows, task.targets, task.users, *(history for history, _, _ in task.requests)]
+
+    name = rcllm_kept.key(described, asked, code)
+    return rcllm_kept.answered(name, server.budgets, lambda: rank_all(task, server), folder)
+
+
+def measure_one(
+    task: Task, folder: Path, pools: Sequence[int] = POOLS, kept: Path = rcllm_kept.FOLDER
+) -> tuple[list[Claim], list[Row]]:
+    """folder: for the libraries. kept: for what the engines answer."""
     config, rows, targets = task.config, task.rows, task.targets
     if not len(targets):
         raise Missing(f"{task.name}: the retriever finds no target")
     layers = library_model(override(config, "prompt.item={review}{sid}")).cfg.layers
     libraries = {most: titles_library(config, task.dataset, folder, most) for most in (0, *pools)}
     found = {"retriever": Ranked(rows, np.zeros(rows.shape))}
-    for server in servers(config.rank.item_span, layers, libraries).values():
-        found |= rank_all(task, server)
-        harness.note(f"{task.name}: {', '.join(server.budgets)}")
+    code, earlier = rcllm_kept.code(), []
+    for name, server in servers(config.rank.item_span, layers, libraries).items():
+        ranked_by, before = kept_answers(task, name, server, code, kept)
+        found |= ranked_by
+        earlier += [name] if before else []
+        harness.note(f"{task.name}: {', '.join(server.budgets)}{' (asked before)' if before else ''}")
     values = {name: per_query(Hits.of_targets(of.best, targets), METRICS) for name, of in found.items()}
     table = compare(task.name, values, found, task.users, layers)
-    return claims(task.name, table), [about(task, values["full"], values["retriever"]), *table]
+    told = about(task, values["full"], values["retriever"]) | {"asked_before": earlier}
+    return claims(task.name, table), [told, *table]
 
 
 def about(task: Task, full: Mapping[str, Float64], retriever: Mapping[str, Float64]) -> Row:
@@ -284,12 +304,19 @@ def about(task: Task, full: Mapping[str, Float64], retriever: Mapping[str, Float
     model = library_model(override(task.config, "prompt.item={review}{sid}"))
     train = task.config.train
     end = np.cumsum([len(each.examples) for each in task.asked])
+    apart = (full["ndcg@10"] - retriever["ndcg@10"])[:, None]
+
+    def less(part: slice) -> list[float]:
+        low, high = interval(means_over_users(apart[part], task.users[part]))
+        return [rounded(float(low[0])), rounded(float(high[0]))]
+
     splits = {
         each.split: {
             "examples": each.whole,
             "measured": len(each.examples),
             "full_ndcg@10": rounded(float(full["ndcg@10"][at - len(each.examples) : at].mean())),
             "retriever_ndcg@10": rounded(float(retriever["ndcg@10"][at - len(each.examples) : at].mean())),
+            "full_less_retriever_ndcg@10": less(slice(at - len(each.examples), at)),
         }
         for each, at in zip(task.asked, end, strict=True)
         if len(each.examples)
@@ -303,7 +330,8 @@ def about(task: Task, full: Mapping[str, Float64], retriever: Mapping[str, Float
         "items": task.dataset.catalog.n_items,
         "model": f"{model.cfg.layers} layers, hidden {model.cfg.hidden}",
         "revision": model.revision,
-        "training": {"steps": train.steps, "batch": train.batch, "negatives": train.negatives},
+        "training": {"minutes": train.minutes, "batch": train.batch, "negatives": train.negatives},
+        "answers_by": task.config.rank.method,
         "item_span": task.config.rank.item_span,
     }
 
@@ -453,6 +481,7 @@ if __name__ == "__main__":
             packages=("numpy", "jax", "jaxlib", "faiss-cpu"),
             sources=(
                 Path(__file__),
+                Path(rcllm_kept.__file__),
                 *(harness.ROOT / "configs" / f"{config}.py" for config in TASKS.values()),
             ),
         )

@@ -37,17 +37,22 @@ WORDS: Mapping[str, Mapping[str, str]] = {
         "ml1m": "MovieLens 1M",
         "beauty": "Amazon Beauty",
         "industrial": "Amazon Industrial",
+        "sports": "Amazon Sports",
+        "sports_near": "Amazon Sports, and what was taken near them",
+        "instruments": "Amazon Instruments",
     },
     "shape": {"qwen3-0.6b": "Qwen3-0.6B", "qwen3-1.7b": "Qwen3-1.7B"},
     "model": {
         "beauty": "our generator on Amazon Beauty",
         "beauty-given-ids": "our generator on Amazon Beauty with published ids",
+        "beauty-text": "our generator on Amazon Beauty with ids of the items' texts",
         "industrial": "our generator on Amazon Industrial",
         "ml1m": "our generator on MovieLens 1M",
         "hstu-industrial": "HSTU on Amazon Industrial",
         "hstu-ml1m": "HSTU on MovieLens 1M",
         "hstu-ml1m-whole": "HSTU on all of MovieLens 1M",
         "hstu-large-ml1m-whole": "HSTU-large on all of MovieLens 1M",
+        "hstu-large-long-ml1m-whole": "HSTU-large, trained longer, on all of MovieLens 1M",
         "hstu-wide-ml1m-whole": "a wider HSTU on all of MovieLens 1M",
         "hstu": "HSTU",
         "stu": "the STU",
@@ -622,6 +627,10 @@ TITLES: tuple[tuple[str, str], ...] = (
     (
         r"informed-(?P<data>\w+)-test-(?P<metric>hr@10|ndcg@10)-over-http",
         "{metric}; HSTU with the items' texts on {data}",
+    ),
+    (
+        r"(?P<model>(?!hstu-counting-|informed-)[\w-]+)-test-(?P<metric>hr@10|ndcg@10)-above-sequential-rules",
+        "{metric}: lower end of {model} minus sequential rules",
     ),
     (
         r"(?P<model>(?!hstu-counting-|informed-)[\w-]+)-test-(?P<metric>hr@10|recall@10|ndcg@10)-over-http",

@@ -4,9 +4,8 @@
 jgr prepare --source=movielens-1m-sasrec --raw=FOLDER --out=runs/data/ml1m_titles --bpe_vocab=2000
 jgr ids --data=runs/data/ml1m_titles --method=item
 jgr train --config=lrurec_ml1m --set data.path=runs/data/ml1m_titles
+jgr train --config=rcllm_ml1m_items
 jgr train --config=rcllm_ml1m
-
-Its steps cost what those of the other one do.
 """
 
 from pathlib import Path
@@ -22,11 +21,13 @@ def get_config() -> Config:
         "model.name=rcllm_ml1m",
         f"model.path={OUT}",
         "prompt.max_items=30",
-        "rank.item_span=8",
+        "rank.item_span=9",
         "data.path=runs/data/ml1m_titles",
         "data.catalog=",
+        "train.start=runs/rcllm_ml1m_items",
         "train.retriever=runs/lrurec_ml1m",
         f"train.out={OUT}",
-        "train.steps=4000",
+        "train.dropout=0.1",
         "train.max_items=30",
+        "train.validation_examples=3000",
     )

@@ -50,6 +50,9 @@ class TrainConfig:
     start: str = ""
     seed: int = 0  # seed of all random numbers: weights, order of examples, dropout, negatives
     steps: int = 2000  # optimizer steps
+    # Minutes after which a call of jgr train ends though steps are left; 0: it takes all steps. The learning rate
+    # follows the share of the minutes that is gone, from the first steps on, or that of the steps if that is larger.
+    minutes: float = 0.0
     batch: int = 256  # training examples per step
     micro_batches: int = 1  # parts of a step's batch, computed one after the other; only saves memory
     devices: int = 1  # devices that share a step's batch (data parallelism)
@@ -61,6 +64,11 @@ class TrainConfig:
     adam_b2: float = 0.98  # decay of AdamW's second moment
     clip_norm: float = 1.0  # largest global norm of the gradient
     dropout: float = 0.1  # probability with which dropout leaves out a value
+    # Share of a generator's target that is spread evenly over the codes of its level.
+    label_smoothing: float = 0.0
+    # Probability with which an event of a training window is left out, anew in each epoch: what follows an event later
+    # is then learnt as its next one too. At least two events stay.
+    skip_events: float = 0.0
     # Items besides the target: those that are drawn for a step of a retriever's softmax (0: all items), or the other
     # candidates in a ranker's prompt.
     negatives: int = 0
@@ -78,10 +86,14 @@ class TrainConfig:
     # Whether a retriever learns the validation targets as well, as in HSTU's recipe; then nothing can be validated.
     learn_valid: bool = False
     # Layouts of the prompts that a ranker learns from. both: user_prefix and item_prefix; causal: plain order, with the
-    # history's items in their words, in prompts of at most the smallest of rank.tokens.
+    # history's items in their words, in prompts of at most the smallest of rank.tokens; what is learnt there goes by
+    # rank.method, the candidates' own tokens (item_token) or the letters of their places (list_letter).
     layouts: Literal["both", "user_prefix", "item_prefix", "causal"] = "both"
-    # Folder of a retriever that names half of a ranker's negatives; empty: all are random.
+    # Type of the arithmetic in a ranker's layers while it learns letters; weights, sums and logits stay float32.
+    compute: Literal["float32", "bfloat16"] = "float32"
+    # Folder of a retriever that names some of a ranker's negatives; empty: all are random.
     retriever: str = ""
+    hard_negatives: float = 0.5  # the share of a ranker's negatives that train.retriever names, on average
     max_items: int = 20  # history items per training example
     checkpoint_every: int = 200  # steps between checkpoints; a killed run goes on from the last one
     evaluate_every: int = 0  # steps between validations; 0: none, and the last step's weights are kept
@@ -101,13 +113,14 @@ class TrainConfig:
         check(
             self, seed=0, learning_rate=0, warmup_steps=0, weight_decay=0, dropout=0, adam_b2=0, clip_norm=0
         )
+        check(self, minutes=0, label_smoothing=0, skip_events=0, hard_negatives=0)
         check(self, steps=1, batch=1, micro_batches=1, devices=1, max_items=1, checkpoint_every=1)
         check(self, negatives=0, evaluate_every=0, patience=0, validation_examples=1)
         check(self, hidden=1, layers=1, heads=1, kv_heads=1, head_dim=2, mlp=1)
         for name in ("clip_norm", "temperature"):
             require(getattr(self, name) > 0, f"train.{name} must be above 0, not {getattr(self, name)}")
         require(self.seed < 1 << 32, f"train.seed must be below 2^32, not {self.seed}")
-        for name in ("dropout", "adam_b2"):
+        for name in ("dropout", "adam_b2", "label_smoothing", "skip_events", "hard_negatives"):
             value = getattr(self, name)
             require(value < 1, f"train.{name} must be below 1, not {value}")
         validates = self.learn_valid and self.evaluate_every > 0
@@ -121,6 +134,10 @@ class TrainConfig:
         informed = self.model in ("sasrec", "lrurec", "hstu")
         require(
             not self.item_vectors or informed, f"train.item_vectors: train.model={self.model} is no retriever"
+        )
+        smooths = self.model == "generator"
+        require(
+            not self.label_smoothing or smooths, f"train.label_smoothing: train.model={self.model} has none"
         )
         require(not self.times or self.model == "hstu", "train.times: only hstu's bias depends on times")
         starts = self.model in ("generator", "ranker")

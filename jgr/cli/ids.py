@@ -34,7 +34,11 @@ _log = logging.getLogger(__name__)
 def define_flags() -> None:
     flags.DEFINE_string("data", None, "folder that jgr prepare wrote; the catalog is written into it")
     flags.DEFINE_string("name", "", "name of the catalog, beside others; models choose one by data.catalog")
-    flags.DEFINE_string("vectors", None, ".npy of [items, dimensions] floats in the order of items.jsonl")
+    flags.DEFINE_string(
+        "vectors",
+        None,
+        ".npy of [items, dimensions] floats in the order of items.jsonl; several, separated by commas, side by side",
+    )
     flags.DEFINE_string("table", None, "take the ids of this .tsv[.gz] as they are, with --column")
     flags.DEFINE_string("column", None, "the column of --table that holds the ids")
     flags.DEFINE_bool("normalize", False, "scale each row of --vectors to length 1")
@@ -51,7 +55,10 @@ def define_flags() -> None:
     flags.DEFINE_list("sizes", ["256", "256", "256"], "codes of each level, 1 to 8 levels")
     flags.DEFINE_integer("steps", 2000, "training steps of --method=rqvae", lower_bound=1)
     flags.DEFINE_enum(
-        "collisions", "share", ("share", "extra", "reassign"), "what to do with items that get the same id"
+        "collisions",
+        "share",
+        ("share", "extra", "reassign", "item"),
+        "what to do with items that get the same id; item: one more level names each item itself",
     )
     flags.DEFINE_integer("seed", 0, "seed of all random numbers", lower_bound=0, upper_bound=MAX_SEED)
     console.define_overwrite()
@@ -123,7 +130,7 @@ def main(argv: Sequence[str]) -> int:
 def _given(values: flags.FlagValues, prepared: Prepared) -> tuple[Int32, Int32, dict[str, Any]]:
     """The codes of --table, after and before --collisions, and their origin for the report."""
     from jgr.data.id_tables import read_id_table
-    from jgr.training.semantic_ids import number_duplicates
+    from jgr.training.semantic_ids import number_duplicates, own_level
 
     if not values.column:
         raise UserError("--column: the column of --table is not set")
@@ -133,7 +140,8 @@ def _given(values: flags.FlagValues, prepared: Prepared) -> tuple[Int32, Int32, 
         )
     path = Path(values.table)
     given = read_id_table(path, values.column, prepared.item_ids)
-    codes = number_duplicates(given) if values.collisions == "extra" else given
+    more = {"extra": number_duplicates, "item": own_level}.get(values.collisions)
+    codes = given if more is None else more(given)
     return codes, given, {"table": path.name, "column": values.column}
 
 
@@ -146,12 +154,13 @@ def _sizes(texts: Sequence[str]) -> tuple[int, ...]:
 
 def _vectors(values: flags.FlagValues, prepared: Prepared) -> tuple[Float32, dict[str, Any]]:
     """The item vectors, and their origin for the report."""
-    from jgr.training.item_vectors import co_occurrence_vectors, load_vectors, unit_rows
+    from jgr.training.item_vectors import co_occurrence_vectors, read_vectors, unit_rows
 
     n = len(prepared.item_ids)
     if values.vectors:
-        vectors = load_vectors(values.vectors, n)
-        source = {"file": Path(values.vectors).name, "normalized": values.normalize}
+        vectors = read_vectors(values.vectors, n)
+        files = ",".join(Path(path.strip()).name for path in values.vectors.split(","))
+        source = {"file": files, "normalized": values.normalize}
         return (unit_rows(vectors) if values.normalize else vectors), source
     if values.normalize:
         raise UserError("--normalize is for --vectors; computed vectors have length 1 already")

@@ -8,6 +8,7 @@ For a model that learns from feedback, the figure is the area under the curve (A
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,8 @@ from jgr.models.retrievers import RetrieverConfig, RetrieverParams
 from jgr.models.scorers import ScorerConfig
 from jgr.prompt.layouts import CAUSAL
 from jgr.prompt.tokens import PromptBuilder, Tokenizer, level_tokens, semantic_id_tokenizer
-from jgr.training import feedback, plain_ranker, ranker
+from jgr.training import feedback, letter_ranker, plain_ranker, ranker
+from jgr.training.progress import NDCG
 
 METRIC = "recall@10"
 TOP_K = 10
@@ -42,6 +44,7 @@ RANKED, RANKED_TOGETHER = 100, 8  # candidates of a ranker's prompt, and prompts
 WINDOWS = 64  # windows of impressions that are scored at once
 
 Int32 = npt.NDArray[np.int32]
+_log = logging.getLogger(__name__)
 
 
 def validation_examples(config: Config, dataset: Dataset) -> Examples:
@@ -110,7 +113,8 @@ def retriever_recall(config: Config, dataset: Dataset) -> Callable[[RetrieverCon
 
 
 def ranker_recall(config: Config, dataset: Dataset) -> Callable[[DecoderConfig, DecoderParams], float]:
-    """recall@10 of a ranker in the layouts of train.layouts; the mean where these are both.
+    """recall@10 of a ranker in the layouts of train.layouts; the mean where these are both. NDCG@10 where it answers by
+    letters: of so few candidates most are among the first ten.
 
     The candidates are those of train.retriever, for the users whose target is among them; without one the target and
     others drawn as for training, RANKED in all; in plain order 1 + train.negatives.
@@ -139,21 +143,26 @@ def ranker_recall(config: Config, dataset: Dataset) -> Callable[[DecoderConfig, 
     eligible = np.flatnonzero((candidates == examples.targets[:, None]).any(axis=1))
     if not len(eligible):
         raise ConfigError("train.retriever: finds no target of the validation users")
+    metric = NDCG if letter_ranker.is_asked(config) else METRIC
+    if train.retriever:
+        own = _quality(candidates[eligible], examples.select(eligible), metric)
+        _log.info("%d validation examples; the retriever's own order: %s %.4f", len(eligible), metric, own)
     orders = {"both": (False, True), "item_prefix": (True,)}.get(train.layouts, (False,))
     scores = _candidate_scores(config, tokenizer, catalog)
+    together = RANKED_TOGETHER if jax.default_backend() == "cpu" else BATCH  # a GPU is idle with few
 
     def recall(cfg: DecoderConfig, params: DecoderParams) -> float:
         recalls = []
         for items_first in orders:
             ranked = np.full((len(eligible), TOP_K), -1, np.int32)
-            for at in range(0, len(eligible), RANKED_TOGETHER):
-                chosen = np.resize(eligible[at : at + RANKED_TOGETHER], RANKED_TOGETHER)
+            for at in range(0, len(eligible), together):
+                chosen = np.resize(eligible[at : at + together], together)
                 listed = candidates[chosen]
                 first = np.full(len(chosen), items_first)
                 found = np.asarray(scores(params, histories[chosen], listed, first, cfg=cfg))
                 best = np.take_along_axis(listed, rank_candidates(found)[:, :TOP_K], axis=1)
-                ranked[at : at + RANKED_TOGETHER, : best.shape[1]] = best[: len(eligible) - at]
-            recalls.append(_recall(ranked, examples.select(eligible)))
+                ranked[at : at + together, : best.shape[1]] = best[: len(eligible) - at]
+            recalls.append(_quality(ranked, examples.select(eligible), metric))
         return float(np.mean(recalls))
 
     return recall
@@ -161,6 +170,14 @@ def ranker_recall(config: Config, dataset: Dataset) -> Callable[[DecoderConfig, 
 
 def _candidate_scores(config: Config, tokenizer: Tokenizer, catalog: Catalog) -> Callable[..., jax.Array]:
     """(params, histories, candidates, whether items stand first, cfg=) -> scores, as they are trained."""
+    if letter_ranker.is_asked(config):
+        of_letters = letter_ranker.prompt_text(config, tokenizer, catalog)
+
+        @functools.partial(jax.jit, static_argnames="cfg")
+        def by_letters(params: Any, rows: Any, listed: Any, first: Any, *, cfg: DecoderConfig) -> jax.Array:
+            return letter_ranker.answers(params, cfg, of_letters, rows, listed).scores
+
+        return by_letters
     if config.train.layouts == CAUSAL.name:
         plain = plain_ranker.prompt_text(config, tokenizer, catalog)
 
@@ -210,4 +227,8 @@ def feedback_auc(
 
 
 def _recall(ranked: Int32, examples: Examples) -> float:
-    return mean_all(Hits.of_targets(ranked, examples.targets), (METRIC,))[METRIC]
+    return _quality(ranked, examples, METRIC)
+
+
+def _quality(ranked: Int32, examples: Examples, metric: str) -> float:
+    return mean_all(Hits.of_targets(ranked, examples.targets), (metric,))[metric]

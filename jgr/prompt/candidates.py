@@ -136,7 +136,7 @@ class SegmentPrompts:
         if rank.method in LISTS:
             if "{n}" not in rank.letters:
                 raise PromptError("rank.letters: must have {n}, the candidate's number")
-            names = [rank.letters.replace("{n}", str(n)) for n in range(rank.candidates)]
+            names = [letter(rank, n) for n in range(rank.candidates)]
             return (np.array([_one_token("rank.letters", name, tokenizer) for name in names], np.int32),)
         answers = {"rank.positive": rank.positive, "rank.negative": rank.negative}
         if rank.positive == rank.negative:
@@ -144,6 +144,11 @@ class SegmentPrompts:
         return tuple(
             np.array([_one_token(name, text, tokenizer)], np.int32) for name, text in answers.items()
         )
+
+
+def letter(rank: RankConfig, place: int) -> str:
+    """The token of the candidate in this place of a list, from 0 on."""
+    return rank.letters.replace("{n}", str(place))
 
 
 def _one_token(name: str, text: str, tokenizer: Tokenizer | None) -> int:

@@ -59,14 +59,17 @@ def next_item_loss(
     item_tokens: npt.ArrayLike,
     dropout_rate: float,
     devices: int = 1,
+    smoothing: float = 0.0,
 ) -> Loss:
     """The loss of a decoder over windows of items.
 
     prefix: [p] int32, the prompt's tokens before the history. item_tokens: [n items, depth] int32, the tokens of every
     row's semantic id. The prefix and a window's first item are context only. devices: how many share a batch.
+    smoothing: the share of a target that is spread evenly over its level's tokens (Szegedy et al. 2016).
     """
     before, of_item = jnp.asarray(prefix, jnp.int32), jnp.asarray(item_tokens, jnp.int32)
     depth = of_item.shape[1]
+    of_level = [np.unique(column) for column in np.asarray(item_tokens).T]
     first_target = before.shape[0] + depth
 
     def loss(weights: DecoderParams, rows: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -88,6 +91,12 @@ def next_item_loss(
         hidden, targets = hidden[:, first_target - 1 : -1], tokens[:, first_target:]
         real = jnp.arange(first_target, tokens.shape[1]) < lengths[:, None]
         nats = softmax_nats(hidden, weights.output_rows, targets, real, groups=devices)
+        if smoothing:
+            # logsumexp - (1 - s) taken - s mean is the plain loss + s (taken - mean).
+            mean = jnp.stack([weights.output_rows[codes].mean(axis=0) for codes in of_level])
+            places = (jnp.arange(targets.shape[1]) % depth)[None]
+            beyond = (hidden * (weights.output_rows[targets] - mean[places])).sum(axis=-1)
+            nats += smoothing * jnp.where(real, beyond, 0.0).sum()
         return nats, real.sum().astype(jnp.float32)
 
     return loss
@@ -131,7 +140,9 @@ def train_generator(
         loss = lazy.next_item_loss(model, item_tokens, train.dropout)
     else:
         model = decoder_config(train, tokenizer.vocab_size, max(trained, prompts.max_tokens + catalog.depth))
-        loss = next_item_loss(model, prompts.prefix, item_tokens, train.dropout, train.devices)
+        loss = next_item_loss(
+            model, prompts.prefix, item_tokens, train.dropout, train.devices, train.label_smoothing
+        )
         begin = begin_from(train, model, tokenizer, catalog)
     misfit = generator(model).misfit(model, prompt, tokens)
     if misfit:

@@ -23,7 +23,6 @@ import numpy as np
 import numpy.typing as npt
 
 from jgr.models.params import PyTree, Spec
-from jgr.training.item_vectors import load_vectors
 from jgr.training.trainer import Loss
 
 Float32 = npt.NDArray[np.float32]
@@ -36,11 +35,6 @@ class Informed:
 
     model: Any  # with embed, [n, D]: the items' own rows
     projection: Any  # [e, D]
-
-
-def read_vectors(paths: str, n_items: int) -> Float32:
-    """The vectors of several .npy files side by side, [n, e]. paths: separated by commas. Raises VectorError."""
-    return np.concatenate([load_vectors(path.strip(), n_items) for path in paths.split(",")], axis=1)
 
 
 def spec(model: Any, dims: int) -> Informed:

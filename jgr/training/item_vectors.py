@@ -82,6 +82,11 @@ def load_vectors(path: str | Path, n_items: int) -> Float32:
     return vectors
 
 
+def read_vectors(paths: str, n_items: int) -> Float32:
+    """The vectors of several .npy files side by side, [n, e]. paths: separated by commas. Raises VectorError."""
+    return np.concatenate([load_vectors(path.strip(), n_items) for path in paths.split(",")], axis=1)
+
+
 def unit_rows(vectors: Float32) -> Float32:
     """Each row scaled to length 1; zero rows stay zero."""
     length = np.sqrt(np.square(vectors, dtype=np.float64).sum(axis=1, keepdims=True))

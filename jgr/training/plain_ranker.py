@@ -27,7 +27,7 @@ from jgr.config import Config, ConfigError, TrainConfig
 from jgr.models import decoder
 from jgr.models.decoder import DecoderConfig, DecoderParams, Dropout
 from jgr.prompt.candidates import LAST, SegmentPrompts
-from jgr.prompt.tokens import PromptBuilder, Tokenizer
+from jgr.prompt.tokens import PromptBuilder, Tokenizer, level_tokens
 from jgr.training import ranker
 from jgr.training.softmax import softmax_nats
 from jgr.training.trainer import Loss, dropout
@@ -59,11 +59,20 @@ class Prompts(NamedTuple):
     ends: jax.Array
 
 
-def prompt_text(config: Config, tokenizer: Tokenizer, catalog: Catalog) -> PlainText:
-    """The tokens of the configured prompts. Raises ConfigError or PromptError if a ranker cannot be trained on them."""
+def prompt_text(
+    config: Config, tokenizer: Tokenizer, catalog: Catalog, methods: tuple[str, ...] = ("item_token",)
+) -> PlainText:
+    """The tokens of the configured prompts. methods: what rank.method may be. Raises ConfigError or PromptError if a
+    ranker cannot be trained on them."""
     prompt, rank = config.prompt, config.rank
-    if rank.method != "item_token":
-        raise ConfigError(f"train.model=ranker: rank.method must be item_token, not {rank.method}")
+    if rank.method not in methods:
+        raise ConfigError(
+            f"train.model=ranker: rank.method must be {' or '.join(methods)}, not {rank.method}"
+        )
+    if catalog.depth != 1:
+        raise ConfigError(
+            f"train.model=ranker: needs a catalog whose semantic ids are one token, not {catalog.depth}"
+        )
     segments, builder = SegmentPrompts(rank, tokenizer, catalog), PromptBuilder(prompt, tokenizer, catalog)
     if prompt.separator or builder.review_tokens or not prompt.template.endswith("{history}"):
         raise ConfigError(
@@ -82,7 +91,7 @@ def prompt_text(config: Config, tokenizer: Tokenizer, catalog: Catalog) -> Plain
         )
     if not len(builder.prefix):
         raise ConfigError("train.model=ranker: prompt.template must have something before {history}")
-    own = segments.columns(rows)[0]
+    own = level_tokens(catalog, tokenizer, tokenizer.vocab_size)[0][catalog.codes[:, 0]]
     return PlainText(builder.prefix, segments.instruction, own, items, lengths, events, event_lengths, most)
 
 
@@ -164,10 +173,27 @@ def ranking_loss(
         asked = (candidates == targets[:, None]) & (candidates >= 0)
         nats = jax.nn.logsumexp(scores, axis=1) - jnp.where(asked, scores, 0.0).sum(1)
         following = jnp.where(place < cut[:, None], rows[:, 1:], -1)
-        real = (following >= 0) & (lay_out(text, history, candidates).ends >= 0)
-        share = real / jnp.maximum(real.sum(axis=1, keepdims=True), 1)
-        items = weights.output_rows[jnp.asarray(text.own)]
-        next_item = softmax_nats(read, items, jnp.maximum(following, 0), share, groups=train.devices)
+        ends = lay_out(text, history, candidates).ends
+        next_item = next_item_nats(weights, text, read, ends, following, train.devices)
         return nats.sum() + next_item, jnp.float32(batch)
 
     return loss
+
+
+def next_item_nats(
+    weights: DecoderParams,
+    text: PlainText,
+    read: jax.Array,
+    ends: jax.Array,
+    following: jax.Array,
+    devices: int,
+) -> jax.Array:
+    """The nats of the next item among all, the mean over a prompt's history, summed over the prompts, [] float32.
+
+    read: [B, N, D], the hidden states at the ends of the history's items. ends: see Prompts. following: [B, N], the
+    next items, -1 for none.
+    """
+    real = (following >= 0) & (ends >= 0)
+    share = real / jnp.maximum(real.sum(axis=1, keepdims=True), 1)
+    items = weights.output_rows[jnp.asarray(text.own)]
+    return softmax_nats(read, items, jnp.maximum(following, 0), share, groups=devices)

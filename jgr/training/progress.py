@@ -29,9 +29,9 @@ from jgr.models.params import CheckpointError
 from jgr.training.trainer import State
 
 KEPT = 2
-MAY_CHANGE = ("steps", "patience", "checkpoint_every", "out")
+MAY_CHANGE = ("steps", "minutes", "patience", "checkpoint_every", "out")
 """The fields of the section train that a run may be continued with other values of."""
-RECALL = "recall@10"
+RECALL, NDCG = "recall@10", "ndcg@10"
 
 
 class RunFolder:

@@ -10,7 +10,8 @@ anyway, and one target per prompt would teach little. If the candidates come fir
 target, since it sees the answer.
 
 The candidates of an example are the target and train.negatives other items, without repeats and not in the history:
-half drawn by popularity, half uniformly; with train.retriever, half come from the retriever's first TOP_K instead. The
+half drawn by popularity, half uniformly; with train.retriever, train.hard_negatives of them come from the
+retriever's first TOP_K instead. The
 target is listed first, which the model cannot see: all candidates have the same position, and none sees another.
 
 Letters: B batch, N history items, C candidates, S item span, T tokens, n items in the catalog, p prefix, D hidden.
@@ -34,7 +35,7 @@ from jgr.data.interactions import Ragged
 from jgr.data.prepared import TITLES
 from jgr.models import decoder, retrievers
 from jgr.models.decoder import Attention, DecoderConfig, DecoderParams, Dropout
-from jgr.prompt.candidates import LAST, SegmentPrompts
+from jgr.prompt.candidates import LAST, LISTS, SegmentPrompts, letter
 from jgr.prompt.layouts import ITEM_PREFIX, USER_PREFIX, Kind, Tokens
 from jgr.prompt.tokens import PromptBuilder, Tokenizer, semantic_id_tokenizer
 from jgr.training.candidate_attention import candidate_attention
@@ -69,12 +70,14 @@ class Text(NamedTuple):
 
 
 def ranker_tokenizer(config: Config, catalog: Catalog) -> Tokenizer:
-    """The dataset's title tokenizer, if it has one, with the items' tokens added."""
-    path = Path(config.data.path) / TITLES
+    """The dataset's title tokenizer, if it has one, with the items' tokens added, and the letters of lists."""
+    path, rank = Path(config.data.path) / TITLES, config.rank
+    letters = [letter(rank, n) for n in range(rank.candidates)] if rank.method in LISTS else []
     if config.data.kind != "prepared" or not path.exists():
-        return semantic_id_tokenizer(catalog)
+        found = semantic_id_tokenizer(catalog)
+        return found.with_tokens(letters) if letters else found
     names = [symbol for symbol in catalog.symbols[0] if isinstance(symbol, str)]
-    return Tokenizer.from_file(path).with_tokens(names)
+    return Tokenizer.from_file(path).with_tokens([*names, *letters])
 
 
 def prompt_text(config: Config, tokenizer: Tokenizer, catalog: Catalog) -> Text:
@@ -206,13 +209,13 @@ def negative_weights(config: Config, dataset: Dataset) -> LogWeights:
         raise ConfigError(
             f"train.max_items ({train.max_items}) must be at most train.retriever's, {cfg.max_items}"
         )
-    count = min(TOP_K, catalog.n_items)
+    count, hard = min(TOP_K, catalog.n_items), train.hard_negatives
 
     def weights(history: jax.Array) -> jax.Array:
         scores = without(retrievers.scores_after(params, history, cfg=cfg), history)
         found = jax.lax.top_k(scores, count)[1]
-        share = jnp.broadcast_to(base / 2, scores.shape)
-        return jnp.log(share.at[jnp.arange(len(history))[:, None], found].add(1 / (2 * count)))
+        share = jnp.broadcast_to(base * (1 - hard), scores.shape)
+        return jnp.log(share.at[jnp.arange(len(history))[:, None], found].add(hard / count))
 
     return weights
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train a ranker, in the layouts of train.layouts: those of `jgr.training.ranker`, or plain order."""
+"""Train a ranker, in the layouts of train.layouts: those of `jgr.training.ranker`, or plain order, where rank.method
+says whether it answers by the candidates' own tokens or by letters."""
 
 from __future__ import annotations
 
@@ -13,9 +14,11 @@ from jgr.models import checkpoint, decoder
 from jgr.models.decoder import DecoderConfig, DecoderParams
 from jgr.prompt.layouts import CAUSAL
 from jgr.prompt.tokens import PromptBuilder
-from jgr.training import plain_ranker, ranker
+from jgr.training import letter_ranker, plain_ranker, ranker
 from jgr.training.generator import decoder_config
+from jgr.training.letter_ranker import LetterText, Targets
 from jgr.training.plain_ranker import PlainText
+from jgr.training.progress import NDCG, RECALL
 from jgr.training.run import Progress, train_to_best
 from jgr.training.start import begin_from
 from jgr.training.windows import Windows
@@ -37,12 +40,14 @@ def train_ranker(
         )
     checkpoint.require_writable(Path(train.out))
     tokenizer = ranker.ranker_tokenizer(config, catalog)
-    plain = train.layouts == CAUSAL.name
-    text = (
-        plain_ranker.prompt_text(config, tokenizer, catalog)
-        if plain
-        else ranker.prompt_text(config, tokenizer, catalog)
-    )
+    plain, letters = train.layouts == CAUSAL.name, letter_ranker.is_asked(config)
+    if train.compute != "float32" and not letters:
+        raise ConfigError("train.compute: only a ranker that learns letters takes another type than float32")
+    if train.skip_events and letters:
+        raise ConfigError("train.skip_events: a ranker that learns letters takes whole histories")
+    parts = letter_ranker if letters else plain_ranker if plain else ranker
+    asked = parts.prompt_text(config, tokenizer, catalog)
+    text = asked.plain if isinstance(asked, LetterText) else asked
     # Training needs positions for max_items; the server for its longest prompt with its suffix and candidates.
     served = PromptBuilder(config.prompt, tokenizer, catalog).max_tokens
     follow = config.rank.item_span + len(text.instruction)
@@ -52,11 +57,13 @@ def train_ranker(
     model = decoder_config(train, tokenizer.vocab_size, longest)
 
     weights = ranker.negative_weights(config, dataset)
-    loss = (
-        plain_ranker.ranking_loss(model, text, weights, train)
-        if isinstance(text, PlainText)
-        else ranker.ranking_loss(model, text, weights, train)
-    )
+    if isinstance(asked, LetterText):
+        loss = letter_ranker.letter_loss(model, asked, weights, train)
+    elif isinstance(asked, PlainText):
+        loss = plain_ranker.ranking_loss(model, asked, weights, train)
+    else:
+        loss = ranker.ranking_loss(model, asked, weights, train)
+    sequences = dataset.interactions.sequences
 
     def save(params: DecoderParams, write_beside: Callable[[Path], None]) -> None:
         def write_all(folder: Path) -> None:
@@ -70,7 +77,7 @@ def train_ranker(
         catalog,
         decoder.spec(model),
         loss,
-        Windows(dataset.interactions.sequences, train),
+        Targets(sequences, train) if letters else Windows(sequences, train),
         described={
             "prompt": asdict(config.prompt),
             "rank": asdict(config.rank),
@@ -79,5 +86,6 @@ def train_ranker(
         validate=None if validate is None else lambda params: validate(model, params),
         progress=progress,
         save=save,
+        metric=NDCG if letters else RECALL,
         begin=begin_from(train, model, tokenizer, catalog),
     )

@@ -24,7 +24,7 @@ from jgr.data.interactions import Interactions, Ragged
 from jgr.models import checkpoint, retrievers
 from jgr.models.params import PyTree
 from jgr.models.retrievers import RetrieverConfig, RetrieverParams, retriever
-from jgr.training import item_embeddings
+from jgr.training import item_embeddings, item_vectors
 from jgr.training.run import Progress, train_to_best
 from jgr.training.softmax import softmax_nats
 from jgr.training.trainer import Loss, dropout
@@ -102,7 +102,7 @@ def train_retriever(
     )
     described = {"items": cfg.items}
     if train.item_vectors:
-        vectors = item_embeddings.read_vectors(train.item_vectors, cfg.n_items)
+        vectors = item_vectors.read_vectors(train.item_vectors, cfg.n_items)
         specs = item_embeddings.spec(specs, vectors.shape[1])
         loss = item_embeddings.informed_loss(loss, vectors)
         described["vectors"] = hashlib.sha256(vectors.tobytes()).hexdigest()[:16]

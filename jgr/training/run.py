@@ -23,6 +23,7 @@ from jgr.files import refuse_overwriting
 from jgr.models import manifest
 from jgr.models.params import PyTree
 from jgr.training.board import Board
+from jgr.training.clock import Clock
 from jgr.training.curves import plot_curves
 from jgr.training.progress import RECALL, RunFolder, best_validation, drop
 from jgr.training.trainer import Begin, Loss, State, Trainer, as_drawn, fit
@@ -84,6 +85,7 @@ def train_to_best(
     loss that is not finite.
     """
     train = config.train
+    clock = Clock(train.minutes, train.steps) if train.minutes else None
     trainer = Trainer(train, specs, loss)
     validated = validate is not None and train.evaluate_every > 0
     running = _running(train.out)
@@ -113,7 +115,7 @@ def train_to_best(
             nonlocal quality
             folder.record(done, loss)
             losses.append(loss)
-            last = done == train.steps
+            last = done == train.steps or (clock is not None and clock.over)
             progress(done, train.steps, f"loss {float(loss if last else losses[0]):.3f}{quality}")
             to_validate = validated and (done % train.evaluate_every == 0 or last)
             if not to_validate and done % train.checkpoint_every != 0 and not last:
@@ -128,7 +130,7 @@ def train_to_best(
             if value is not None:
                 quality = f", {metric} {value:.4f}"
                 _log.info("step %d of %d: validation %s %.4f", done, train.steps, metric, value)
-            return to_validate and enough()
+            return (to_validate and enough()) or last
 
         if enough() and int(state.step) < train.steps:
             _log.info(
@@ -139,7 +141,8 @@ def train_to_best(
             _log.info("compiling the step")
             progress(int(state.step), train.steps, "compiling the step")
             with Board(train.tensorboard, folder.lines()) as board:
-                state = fit(trainer, state, windows.batches(int(state.step)), on_step)
+                place = None if clock is None else clock.place
+                state = fit(trainer, state, windows.batches(int(state.step)), on_step, place)
         reached = {"steps": float(state.step)}
         if validated:
             step, value = best_validation(folder.validations())

@@ -41,7 +41,7 @@ Progress = Callable[[int, int, str], None]
 
 BLOCK = 1 << 22
 MAX_SIZE = 1 << 16
-POLICIES = ("share", "extra", "reassign")
+POLICIES = ("share", "extra", "reassign", "item")
 _MAX_PLAN = 1 << 24
 _SAMPLE_PER_CODE = 8
 _SAMPLE_MIN = 4096
@@ -258,16 +258,20 @@ def _squared(a: Float32, b: Float32) -> Float32:
 
 
 def resolve_collisions(quantized: Quantized, policy: str) -> Int32:
-    """Apply a policy for items with the same id; returns codes [n, depth] int32, or [n, depth + 1] with "extra".
+    """Apply a policy for items with the same id; returns codes [n, depth] int32, or [n, depth + 1] with the policies
+    "extra" and "item".
 
     share: they keep it; the catalog returns all items of an id, in its own order.
     extra: one more level numbers the items of each id in row order, so that no two items share an id.
+    item: one more level names the item itself, so that a model can learn of it what holds for no other.
     reassign: colliding items are given other codes at the last level, see `reassign`.
     """
     if policy == "share":
         return quantized.codes
     if policy == "extra":
         return number_duplicates(quantized.codes)
+    if policy == "item":
+        return own_level(quantized.codes)
     if policy == "reassign":
         return reassign(quantized)
     raise SemanticIdError(f"collisions must be one of {', '.join(POLICIES)}, not {policy!r}")
@@ -275,10 +279,19 @@ def resolve_collisions(quantized: Quantized, policy: str) -> Int32:
 
 def number_duplicates(codes: Int32) -> Int32:
     """Add a level to the codes: 0 for the first item of an id in row order, 1 for the second, and so on."""
+    return _one_more_level(codes, _rank(_groups(codes)).astype(np.int32))
+
+
+def own_level(codes: Int32) -> Int32:
+    """Add a level to the codes that is each item's row."""
+    return _one_more_level(codes, np.arange(len(codes), dtype=np.int32))
+
+
+def _one_more_level(codes: Int32, last: Int32) -> Int32:
+    """The codes [n, depth] with a further level, [n, depth + 1]. Raises SemanticIdError if that is one too many."""
     if codes.shape[1] == MAX_DEPTH:
         raise SemanticIdError(f"collisions: an extra level would make more than {MAX_DEPTH}")
-    number = _rank(_groups(codes)).astype(np.int32)
-    return np.concatenate([codes, number[:, None]], axis=1)
+    return np.concatenate([codes, last[:, None]], axis=1)
 
 
 def reassign(quantized: Quantized) -> Int32:

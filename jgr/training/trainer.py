@@ -76,6 +76,16 @@ def make_optimizer(train: TrainConfig) -> optax.GradientTransformation:
     )
 
 
+def _placed(optimizer: Any, place: jax.Array) -> Any:
+    """The optimizer's state with another place in the schedule; Adam's own count of steps stays."""
+
+    def scheduled(path: Any, value: Any) -> bool:
+        del value
+        return bool(getattr(path[-1], "tuple_name", "") == optax.ScaleByScheduleState.__name__)
+
+    return optax.tree_utils.tree_set(optimizer, scheduled, count=place)
+
+
 def dropout(x: jax.Array, key: jax.Array, rate: float) -> jax.Array:
     """Set each value of x to 0 with probability `rate`, and scale the others so that the mean stays."""
     if rate == 0:
@@ -111,16 +121,18 @@ class Trainer:
         placed: State = jax.device_put(state, self._everywhere)
         return placed
 
-    def step(self, state: State, rows: Int32) -> tuple[State, jax.Array]:
+    def step(self, state: State, rows: Int32, place: int | None = None) -> tuple[State, jax.Array]:
         """Take one optimizer step; returns the new state, in the buffers of the old one, and the loss before the step.
 
-        rows: [train.batch, ...], see Loss. The loss is the mean over targets, in nats, [] float32.
+        rows: [train.batch, ...], see Loss. place: where the step is in the learning rate's schedule, in steps; None:
+        how many steps there were. The loss is the mean over targets, in nats, [] float32.
         """
         parts = rows.reshape(self._train.micro_batches, -1, *rows.shape[1:])
-        stepped: tuple[State, jax.Array] = self._step(state, jax.device_put(parts, self._spread))
+        at = None if place is None else np.int32(place)
+        stepped: tuple[State, jax.Array] = self._step(state, jax.device_put(parts, self._spread), at)
         return stepped
 
-    def _one_step(self, state: State, parts: jax.Array) -> tuple[State, jax.Array]:
+    def _one_step(self, state: State, parts: jax.Array, place: jax.Array | None) -> tuple[State, jax.Array]:
         key = jax.random.fold_in(jax.random.key(self._train.seed + 1), state.step)
         differentiate = jax.value_and_grad(self._loss, has_aux=True)
 
@@ -138,7 +150,8 @@ class Trainer:
         nats, targets, gradients = total
         targets = jnp.maximum(targets, 1.0)
         gradients = jax.tree.map(lambda g: g / targets, gradients)
-        updates, optimizer = self._optimizer.update(gradients, state.optimizer, state.params)
+        before = state.optimizer if place is None else _placed(state.optimizer, place)
+        updates, optimizer = self._optimizer.update(gradients, before, state.params)
         return State(optax.apply_updates(state.params, updates), optimizer, state.step + 1), nats / targets
 
 
@@ -147,14 +160,16 @@ def fit(
     state: State,
     batches: Iterable[Int32],
     on_step: Callable[[int, State, jax.Array], bool],
+    place: Callable[[int], int] | None = None,
 ) -> State:
     """Step through the batches until they end or on_step returns True; returns the last state.
 
     batches: the batches from step state.step on. on_step(steps done, state, loss): called after each step; the loss is
-    still on the device, and the next step overwrites the state.
+    still on the device, and the next step overwrites the state. place: takes the steps that are done before a step, and
+    gives its place in the schedule of the learning rate; None: just that.
     """
     for done, rows in enumerate(batches, start=int(state.step) + 1):
-        state, loss = trainer.step(state, rows)
+        state, loss = trainer.step(state, rows, None if place is None else place(done - 1))
         if on_step(done, state, loss):
             break
     return state

@@ -106,10 +106,11 @@ class Windows(Batches):
     def batch(self, step: int) -> Int32:
         """The windows of a step, [B, n <= N + 1] rows, -1 on the right of shorter windows; [B, n, 2] with train.times.
 
-        A sequence that is longer than a window gives another window in every epoch.
+        A sequence that is longer than a window gives another window in every epoch; with train.skip_events, any does.
         """
         epoch, position, users = self._place(step)
-        fractions = np.random.default_rng((self._train.seed, epoch, position)).random(len(users))
+        rng = np.random.default_rng((self._train.seed, epoch, position))
+        fractions = rng.random(len(users))
         longest = self._train.max_items + 1
         quantum = -(-longest // WIDTHS)
         width = min(-(-int(self._sizes[users].max()) // quantum) * quantum, longest)
@@ -122,4 +123,18 @@ class Windows(Batches):
             if self._train.times:
                 happened = self._sequences.times_of(user)[start : start + size]
                 times[i, :size] = happened - happened[0]
+        if self._train.skip_events:
+            rows, times = _thinned(rows, times, rng.random(rows.shape), self._train.skip_events)
         return np.stack([rows, times], axis=-1) if self._train.times else rows
+
+
+def _thinned(rows: Int32, times: Int32, drawn: npt.NDArray[np.float64], share: float) -> tuple[Int32, Int32]:
+    """Windows [B, n] and their times without the events whose number, drawn from [0, 1), is below `share`; the two of
+    the largest numbers stay."""
+    drawn = np.where(rows >= 0, drawn, -1.0)
+    np.put_along_axis(drawn, np.argpartition(-drawn, 1, axis=1)[:, :2], 1.0, axis=1)
+    gone = drawn < share
+    order = np.argsort(gone, axis=1, kind="stable")
+    rows = np.take_along_axis(np.where(gone, -1, rows), order, axis=1).astype(np.int32)
+    times = np.take_along_axis(times, order, axis=1)
+    return rows, np.where(rows >= 0, times - times[:, :1], 0).astype(np.int32)

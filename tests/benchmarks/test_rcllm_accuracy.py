@@ -94,7 +94,7 @@ def test_token_layers_of_a_plan() -> None:
 
 
 @pytest.mark.slow
-def test_every_method_ranks_end_to_end(tmp_path: Path) -> None:
+def test_every_method_ranks_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rng, n = np.random.default_rng(1), 40
     words = ["red", "blue", "shoe", "lamp", "old", "new", "long", "pipe"]
     names = [str(row) for row in range(n)]
@@ -108,7 +108,7 @@ def test_every_method_ranks_end_to_end(tmp_path: Path) -> None:
         Config(), "train.model=ranker", "train.layouts=causal", f"train.out={tmp_path}/ranker",
         f"model.path={tmp_path}/ranker", f"model.compilation_cache={tmp_path}/xla", "data.kind=prepared",
         f"data.path={tmp_path}", "prompt.template=<bos>{history}", "prompt.item={title}{sid}", "prompt.max_items=4",
-        "prompt.review_tokens=12", "rank.method=item_token", "rank.item={title}{sid}", "rank.item_span=4",
+        "prompt.review_tokens=12", "rank.method=list_letter", "rank.item={title}{sid}", "rank.item_span=4",
         "rank.instruction=<sid>{last}", "rank.requests=1", "rank.tokens=256", "rank.context=256",
         "rank.candidates=20", "cache.device_mb=8", "beam.width=1", "profiles.batch=1", "profiles.tokens=96",
         "profiles.widths=1", "profiles.candidates=1", "train.negatives=19", "train.max_items=4", "train.batch=8",
@@ -121,10 +121,10 @@ def test_every_method_ranks_end_to_end(tmp_path: Path) -> None:
         for target in examples.targets
     ]
     rows = np.array(others, np.int32)
-    test = Asked("test", examples, rows, len(rows)).first(6)
-    valid = Asked("valid", examples, rows[::-1], len(rows)).first(2)
+    test = Asked("test", examples, rows, len(rows)).some(6)
+    valid = Asked("valid", examples, np.roll(rows, 1, axis=1), len(rows)).some(2)
     task = Task("industrial", config, dataset, (test, valid))
-    claimed, table = rcllm_accuracy.measure_one(task, tmp_path, pools=())
+    claimed, table = rcllm_accuracy.measure_one(task, tmp_path, (), tmp_path / "kept")
     methods = {row["method"]: row for row in table if "method" in row}
     assert {name.split()[0] for name in methods} == {
         "retriever", "full", "prefix", "naive", "epic", "cacheblend", "rcllm",
@@ -137,5 +137,15 @@ def test_every_method_ranks_end_to_end(tmp_path: Path) -> None:
         "the history's titles come from the library"
     )
     assert table[0]["measured"] == 8 and table[0]["splits"]["valid"]["measured"] == 2
+    assert table[0]["asked_before"] == []
+
+    def never(*of: object) -> None:
+        raise AssertionError("asked again")
+
+    monkeypatch.setattr(rcllm_accuracy, "rank_all", never)
+    again, same = rcllm_accuracy.measure_one(task, tmp_path, (), tmp_path / "kept")
+    assert again == claimed and same[1:] == table[1:] and "full" in same[0]["asked_before"]
+    with pytest.raises(AssertionError, match="asked again"):
+        rcllm_accuracy.measure_one(task._replace(asked=(test,)), tmp_path, (), tmp_path / "kept")
     verdict = table[-1]
     assert set(verdict["rcllm_less"]) == {name for name in methods if name.startswith(("epic", "cache"))}

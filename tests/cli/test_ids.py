@@ -88,21 +88,21 @@ def test_ids_from_co_occurrence(folder: Path, method: str) -> None:
         assert (again == written) is same
 
 
-@pytest.mark.parametrize("collisions", ["extra", "reassign"])
+@pytest.mark.parametrize("collisions", ["extra", "reassign", "item"])
 def test_given_vectors_and_no_collisions(folder: Path, tmp_path: Path, collisions: str) -> None:
     vectors = np.round(np.random.default_rng(1).standard_normal((N, 2)))
-    np.save(tmp_path / "v.npy", vectors)
-    done = _ids(
-        f"--data={folder}", f"--vectors={tmp_path}/v.npy", "--sizes=2,40", f"--collisions={collisions}"
-    )
+    np.save(tmp_path / "v.npy", vectors[:, :1])  # side by side
+    np.save(tmp_path / "w.npy", vectors[:, 1:])
+    files = f"{tmp_path}/v.npy,{tmp_path}/w.npy"
+    done = _ids(f"--data={folder}", f"--vectors={files}", "--sizes=2,40", f"--collisions={collisions}")
     assert (done.returncode, done.stderr) == (0, "")
     report = _report(folder)
-    assert report["vectors"] == {"file": "v.npy", "normalized": False}
+    assert report["vectors"] == {"file": "v.npy,w.npy", "normalized": False}
     assert report["collision_rate"] == 0 < report["collision_rate_before"]
     assert f"collision rate before {collisions}: " in done.stdout
     catalog = load_catalog(folder / "catalog.jsonl")
     assert len(np.unique(catalog.codes, axis=0)) == N
-    assert catalog.depth == len(report["levels"]) == (3 if collisions == "extra" else 2)
+    assert catalog.depth == len(report["levels"]) == (2 if collisions == "reassign" else 3)
     assert report["levels"][-1]["used"] == catalog.level_sizes[-1]
 
 

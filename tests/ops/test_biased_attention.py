@@ -43,6 +43,13 @@ def in_form(form: str, problem: Problem) -> jax.Array:
     return pallas_triton.run(problem, pallas_triton.Tiles(16, 16, 1, 1), interpret=True)
 
 
+def test_a_gpu_computes_a_whole_batch_in_one_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU's turns fit its cache; on a GPU 64 of them would cost 64 times the kernels' launches."""
+    assert xla.choose_blocks(128, 2, 200, 200) == xla.Blocks(200, 200, 2)
+    monkeypatch.setattr(xla, "target_platform", lambda: "gpu")
+    assert xla.choose_blocks(128, 2, 200, 200) == xla.Blocks(200, 200, 128)
+
+
 @functools.cache
 def compiled(form: str, activation: str) -> Any:
     """With every option in use."""

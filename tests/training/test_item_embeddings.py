@@ -16,7 +16,7 @@ from jgr.data.datasets import load_dataset
 from jgr.models import retrievers
 from jgr.models.params import initialize
 from jgr.models.retrievers import retriever
-from jgr.training import item_embeddings
+from jgr.training import item_embeddings, item_vectors
 from jgr.training.item_vectors import VectorError
 from jgr.training.retriever import softmax_loss, train_retriever
 
@@ -69,8 +69,8 @@ def test_a_trained_folder_holds_the_sum_alone_and_another_file_is_another_run(tm
 
 def test_vectors_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.zeros((3, 2), np.float32))
-    assert item_embeddings.read_vectors(f"{tmp_path}/a.npy, {tmp_path}/a.npy", 3).shape == (3, 4)
+    assert item_vectors.read_vectors(f"{tmp_path}/a.npy, {tmp_path}/a.npy", 3).shape == (3, 4)
     with pytest.raises(VectorError, match="expected shape"):
-        item_embeddings.read_vectors(str(tmp_path / "a.npy"), 4)
+        item_vectors.read_vectors(str(tmp_path / "a.npy"), 4)
     with pytest.raises(ConfigError, match=r"train\.item_vectors: train\.model=generator is no retriever"):
         TrainConfig(item_vectors="a.npy")

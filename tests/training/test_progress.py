@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
 import os
 import shutil
@@ -24,7 +26,9 @@ from jgr.config import ConfigError, TrainConfig, UserError, override
 from jgr.models import checkpoint, manifest
 from jgr.models.decoder import DecoderConfig, DecoderParams
 from jgr.models.params import CheckpointError, PyTree
+from jgr.training import clock as clock_module
 from jgr.training import run
+from jgr.training.clock import Clock
 from jgr.training.generator import train_generator
 from jgr.training.progress import RunFolder
 from jgr.training.run import LAG, make_way
@@ -46,14 +50,14 @@ from tests.training.test_trainer import rule_config, rule_dataset
 
 inner = run.fit
 
-def fit(trainer, state, batches, on_step):
+def fit(trainer, state, batches, on_step, place):
     def until(done, state, loss):
         enough = on_step(done, state, loss)
         if done == 10:
             loss.block_until_ready()
             os.kill(os.getpid(), signal.SIGKILL)
         return enough
-    return inner(trainer, state, batches, until)
+    return inner(trainer, state, batches, until, place)
 
 run.fit = fit
 generator.train_generator(override(rule_config(Path(sys.argv[1])), *sys.argv[2:]), rule_dataset())
@@ -168,6 +172,46 @@ def test_the_best_validated_weights_are_kept_and_patience_ends_a_run(tmp_path: P
         checkpoint.load(tmp_path / "ring")[1].embed, seen[2]
     )  # the latest of the best
     assert (tmp_path / "ring" / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_training_ends_by_the_clock_with_its_best_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each look at the clock takes three seconds: the minute is over long before the steps are."""
+    looks = itertools.count(0, 3)
+    monkeypatch.setattr(run, "Clock", functools.partial(Clock, clock=lambda: float(next(looks))))
+    recalls, seen = iter([0.3, 0.2]), list[np.ndarray]()
+
+    def validate(cfg: DecoderConfig, params: DecoderParams) -> float:
+        seen.append(np.asarray(params.embed))
+        return next(recalls)
+
+    settings = (
+        "train.steps=1000",
+        "train.minutes=1",
+        "train.evaluate_every=5",
+        "train.checkpoint_every=1000",
+    )
+    config = override(rule_config(tmp_path / "ring"), *settings)
+    train_generator(config, rule_dataset(), validate=validate)
+    lines = [json.loads(line) for line in (tmp_path / "ring" / "metrics.jsonl").read_text().splitlines()]
+    steps = [line["step"] for line in lines if "loss" in line]
+    assert steps == list(range(1, 11))  # 60 s of two looks a step; the last one is validated too
+    assert [(line["step"], line["recall@10"]) for line in lines if "recall@10" in line] == [
+        (5, 0.3),
+        (10, 0.2),
+    ]
+    np.testing.assert_array_equal(checkpoint.load(tmp_path / "ring")[1].embed, seen[0])
+
+
+def test_the_clock_has_the_schedules_place_by_time_or_by_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clock_module, "COMPILING", 2)
+    seconds = iter([0.0, 0.0, 20.0, 45.0, 70.0, 70.0, 119.0, 130.0, 130.0, 119.0])
+    clock = Clock(2.0, 1000, clock=lambda: next(seconds))
+    places = [clock.place(done) for done in (0, 1, 2, 2, 900, 990, 991)]
+    # The schedule's time begins at 20 s, when the compiler is done, and ends at 120 s.
+    assert places == [0, 1, 250, 500, 900, 990, 1000]
+    assert clock.over and not clock.over  # at 130 s and at 119 s
 
 
 def test_the_best_weights_outlive_the_process_that_found_them(tmp_path: Path) -> None:

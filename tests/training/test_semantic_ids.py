@@ -197,6 +197,12 @@ def test_extra_numbers_the_items_of_an_id_in_row_order() -> None:
     assert found.dtype == np.int32
 
 
+def test_item_adds_each_items_own_code() -> None:
+    found = resolve_collisions(line([0, 5, 0.1], [0, 5], [0, 1, 0]), "item")
+    assert found.tolist() == [[0, 0, 0], [0, 1, 1], [0, 0, 2]]
+    assert found.dtype == np.int32
+
+
 def test_extra_needs_a_free_level() -> None:
     full = residual_kmeans(gaussian(4, 2), (1,) * 8, seed=0)
     with pytest.raises(SemanticIdError, match="more than 8"):
@@ -330,7 +336,7 @@ def test_a_catalog_of_too_many_levels() -> None:
 
 
 def test_an_unknown_policy() -> None:
-    with pytest.raises(SemanticIdError, match="share, extra, reassign, not 'none'"):
+    with pytest.raises(SemanticIdError, match="share, extra, reassign, item, not 'none'"):
         resolve_collisions(line([0], [0], [0]), "none")
 
 

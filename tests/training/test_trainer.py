@@ -22,6 +22,7 @@ from jgr.data.interactions import Ragged, leave_one_out
 from jgr.evaluation import validation
 from jgr.evaluation.recommendations import recommend_all
 from jgr.models import decoder, params, retrievers, sasrec
+from jgr.models.params import Spec
 from jgr.serving.decoders.loading import load_engine
 from jgr.training.generator import decoder_config, next_item_loss, train_generator
 from jgr.training.retriever import softmax_loss, train_retriever
@@ -72,6 +73,29 @@ def test_long_sequences_give_every_window_in_time() -> None:
     assert seen == {tuple(sequence[i : i + 4]) for i in range(4)}
 
 
+def test_events_that_are_left_out_leave_two_at_least_and_their_order() -> None:
+    sequence = [3, 1, 4, 0, 5, 9, 2]
+    train = dataclasses.replace(TRAIN, max_items=6, skip_events=0.6)
+    data = windows([sequence] * 4, train)
+    seen = [items(row) for step in range(200) for row in data.batch(step)]
+    at = [[sequence.index(item) for item in window] for window in seen]
+    assert all(sorted(set(places)) == places for places in at)
+    lengths = np.array([len(places) for places in at])
+    assert set(lengths.tolist()) == set(range(2, 8))
+    # Two stay in any case, the others with probability .4 each: 2 + 5 * .4 events, less what the two are chosen by.
+    assert 2.5 < lengths.mean() < 4
+    assert {(1, 4), (0, 6)} <= {tuple(places) for places in at}  # any two, however far apart
+    happened = np.array([5, 7, 8, 20, 33, 40, 41])
+    timed = dataclasses.replace(Ragged.of([sequence] * 4), times=np.tile(happened, 4))
+    rows, seconds = np.moveaxis(
+        Windows(timed, dataclasses.replace(train, times=True, model="hstu")).batch(7), -1, 0
+    )
+    for row, when in zip(rows, seconds, strict=True):
+        there = happened[[sequence.index(item) for item in items(row)]]
+        assert when[: len(there)].tolist() == (there - there[0]).tolist() and not when[len(there) :].any()
+    np.testing.assert_array_equal(data.batch(7), windows([sequence] * 4, train).batch(7))
+
+
 def test_the_input_pipeline_gives_the_batches_from_any_step_on() -> None:
     data = windows([[i, (i + 1) % 10, (i + 2) % 10] for i in range(10)], dataclasses.replace(TRAIN, steps=7))
     for start in (0, 5, 7):
@@ -100,6 +124,18 @@ def test_the_generators_loss_is_the_cross_entropy_of_the_real_targets() -> None:
     nats, targets = next_item_loss(cfg, PREFIX, ITEM_TOKENS, 0.0)(weights, jnp.asarray(rows), KEY)
     assert targets == len(expected) == 14
     np.testing.assert_allclose(nats, np.sum(expected), rtol=1e-6)
+    # A tenth of each target goes to all codes of its level, by the formula of label smoothing.
+    smoothed = []
+    for row in rows:
+        tokens = np.concatenate([PREFIX, ITEM_TOKENS[items(row)].ravel()])[None]
+        hidden = decoder.prefill(weights, cfg, tokens, np.array([tokens.shape[1]])).hidden
+        logits = np.asarray(decoder.logits(weights, hidden), np.float64)[0]
+        nats = np.log(np.exp(logits).sum(-1, keepdims=True)) - logits
+        for t in range(3, tokens.shape[1]):
+            level = nats[t - 1, ITEM_TOKENS[:, (t - 1) % 2]]
+            smoothed.append(0.9 * nats[t - 1, tokens[0, t]] + 0.1 * level.mean())
+    found, _ = next_item_loss(cfg, PREFIX, ITEM_TOKENS, 0.0, smoothing=0.1)(weights, jnp.asarray(rows), KEY)
+    np.testing.assert_allclose(found, np.sum(smoothed), rtol=1e-6)
 
 
 def sasrec_weights(cfg: sasrec.SasrecConfig) -> sasrec.SasrecParams:
@@ -229,6 +265,22 @@ def test_schedules_warm_up_to_the_peak_and_end_as_named(schedule: str) -> None:
         "constant": np.ones(100),
     }[schedule]
     np.testing.assert_allclose(moves, np.where(at < 0, np.arange(100) / 10, after), atol=1e-5)
+
+
+def test_a_step_can_have_another_place_in_the_schedule() -> None:
+    train = dataclasses.replace(
+        TRAIN, schedule="linear", steps=100, warmup_steps=0, weight_decay=0.0, adam_b2=0
+    )
+    trainer = Trainer(
+        train, Spec((1,), ("one",), "zeros"), lambda x, rows, key: (0.5 * x.sum(), jnp.ones(()))
+    )
+    rows, state, moves = np.zeros((4, 2), np.int32), trainer.initial(), []
+    for place in (None, 50, 99, 100):
+        before = float(state.params[0])
+        state, _ = trainer.step(state, rows, place)
+        moves.append((before - float(state.params[0])) / train.learning_rate)
+    np.testing.assert_allclose(moves, [1 - 0.99 * at / 100 for at in (0, 50, 99, 100)], atol=1e-5)
+    assert int(state.step) == 4
 
 
 def test_the_gradient_is_clipped_before_the_optimizer() -> None:

@@ -4,6 +4,8 @@
 5-core: `sequences.txt` (S3-Rec's `Beauty.txt`, renamed) has lines of `user item item ...`, oldest first. If
 `items.jsonl` is there too, it holds objects with `item_id`, whose other fields are metadata.
 
+LETTER's form of a 5-core set: `sequences.json`, one object of each user's items, oldest first.
+
 2023: reviews are `*.jsonl` (as crawled), `*.csv` (user_id, parent_asin, rating, timestamp), or already split into
 `*.train.csv`, `*.valid.csv`, `*.test.csv`. Items are `meta_*.jsonl`, of which a few fields are kept. An item's id is
 its parent_asin; times are in milliseconds.
@@ -33,6 +35,7 @@ from jgr.data.sources.records import (
     parsed,
     user_lines,
 )
+from jgr.files import read_whole
 
 META_FIELDS = ("title", "store", "main_category", "categories", "price")
 
@@ -41,6 +44,26 @@ def _open_5core(folder: Path) -> Raw:
     items = find_optional(folder, "items.jsonl")
     events = ((find(folder, "sequences.txt"), user_lines),)
     return Raw(events, (items, items_jsonl) if items else None)
+
+
+def _open_letter(folder: Path) -> Raw:
+    return Raw(((find(folder, "sequences.json"), _json_sequences),))
+
+
+def _json_sequences(path: Path) -> Iterator[tuple[int, Event]]:
+    """Read one object that names each user's items. An event's line is the number of its user, from 1."""
+    try:
+        users = json_object(read_whole(path, DataError))
+    except ValueError as cause:
+        raise DataError(f"{path}: {cause}") from None
+    for number, (user_id, items) in enumerate(users.items(), 1):
+        if not isinstance(items, list) or not items:
+            raise DataError(f"{path}: user {user_id!r} has no list of items")
+        for item in items:
+            try:
+                yield number, Event(user_id, as_id(item))
+            except ValueError as cause:
+                raise DataError(f"{path}: user {user_id!r}: {cause}") from None
 
 
 def items_jsonl(path: Path) -> Iterator[tuple[int, Item]]:
@@ -101,5 +124,6 @@ SOURCES = {
     "amazon-5core": Source(_open_5core, splits=("leave_one_out",)),
     "amazon-beauty": Source(_open_5core, splits=("leave_one_out",), raw=Counts(22_363, 12_101, 198_502)),
     "amazon-sports": Source(_open_5core, splits=("leave_one_out",), raw=Counts(35_598, 18_357, 296_337)),
+    "amazon-instruments": Source(_open_letter, splits=("leave_one_out",), raw=Counts(24_772, 9_922, 206_153)),
     "amazon-2023": Source(_open_2023, splits=("leave_one_out", "time", "given")),
 }

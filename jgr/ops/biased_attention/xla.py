@@ -24,12 +24,15 @@ import numpy as np
 
 from jgr.ops.biased_attention import rows as whole_rows
 from jgr.ops.biased_attention.bias import Activation, Places, Problem, bucket, entry, joined, look_up
+from jgr.ops.dispatch import target_platform
 from jgr.ops.segment_attention.pallas_triton import fill
 from jgr.ops.segment_attention.visibility import Keys, Queries, pad_tokens, visible
 from jgr.ops.segment_attention.xla import Pairs, causal_pairs, seen_pairs
 
 MOST_TOKENS = 512
 MOST_LOGIT_BYTES = 1 << 20
+GPU_LOGIT_BYTES = 1 << 30
+"""On a GPU no cache holds a turn's logits, and what a turn costs is its kernels' launches."""
 _MASKED = -1e30  # finite: a difference of two is no NaN, and SiLU of it is 0
 
 
@@ -44,13 +47,14 @@ class Blocks:
 
 def choose_blocks(batch: int, heads: int, queries: int, keys: int) -> Blocks:
     """The largest blocks with which one turn's logits fit into a core's cache; several rows where prompts are short."""
-    most = min(MOST_TOKENS, math.isqrt(MOST_LOGIT_BYTES // (4 * heads)))
+    most_bytes = GPU_LOGIT_BYTES if target_platform() == "gpu" else MOST_LOGIT_BYTES
+    most = min(MOST_TOKENS, math.isqrt(most_bytes // (4 * heads)))
 
     def equal(tokens: int) -> int:
         return -(-tokens // -(-tokens // most))
 
     rows, columns = equal(queries), equal(keys)
-    fitting = max(1, MOST_LOGIT_BYTES // (4 * heads * rows * columns))
+    fitting = max(1, most_bytes // (4 * heads * rows * columns))
     return Blocks(rows, columns, max(n for n in range(1, batch + 1) if batch % n == 0 and n <= fitting))
 
 

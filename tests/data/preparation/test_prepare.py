@@ -307,6 +307,22 @@ def test_known_counts_are_verified(tmp_path: Path, caplog: pytest.LogCaptureFixt
     assert "known for amazon-beauty" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"7": [1, 2.5]}', "user '7': an id must be text or a whole number, found 2.5"),
+        ('{"7": []}', "user '7' has no list of items"),
+        ('{"7": 3}', "user '7' has no list of items"),
+        ("[1]", "expected an object, found list"),
+        ('{"7": [1, 2', "sequences.json: Input data was truncated"),
+    ],
+)
+def test_damaged_json_sequences_are_refused(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "sequences.json").write_text(text)
+    with pytest.raises(DataError, match=re.escape(message)):
+        prepare(Options("amazon-instruments", tmp_path, tmp_path / "out"))
+
+
 def _tree(folder: Path) -> dict[str, bytes]:
     return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 

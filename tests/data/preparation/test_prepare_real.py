@@ -116,6 +116,15 @@ def test_amazon_sports(dataset: Path, tmp_path: Path) -> None:
     assert (counts["users"], counts["items"], counts["interactions"]) == (35_598, 18_357, 296_337)
 
 
+@pytest.mark.data("amazon-instruments")
+def test_amazon_instruments(dataset: Path, tmp_path: Path) -> None:
+    prepared, counts = _prepare("amazon-instruments", dataset, tmp_path / "out")
+    assert (counts["users"], counts["items"], counts["interactions"]) == (24_772, 9_922, 206_153)
+    with gzip.open(dataset / "sequences.json.gz") as stream:
+        given = json.load(stream)
+    assert _whole(prepared) == {user: [str(item) for item in items] for user, items in given.items()}
+
+
 def _same(ours: Interactions, theirs: Interactions) -> None:
     for split in ("train", "valid", "test"):
         a, b = getattr(ours, split), getattr(theirs, split)

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rankers that answer by letters: the server's prompts and scores, the loss by hand, and a task that needs context."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jgr.config import Config, ConfigError
+from jgr.data.interactions import Ragged
+from jgr.evaluation import validation
+from jgr.models import checkpoint, decoder, params
+from jgr.models.decoder import DecoderConfig, DecoderParams
+from jgr.prompt.candidates import SegmentPrompts
+from jgr.prompt.layouts import CAUSAL
+from jgr.prompt.segments import Content, arrange
+from jgr.prompt.tokens import PromptBuilder
+from jgr.serving.api import RankRequest
+from jgr.serving.decoders.loading import load_engine
+from jgr.training import letter_ranker, plain_ranker, ranker
+from jgr.training.generator import decoder_config
+from jgr.training.letter_ranker import LetterText, Targets
+from jgr.training.ranker_training import train_ranker
+from tests.serving.decoders.dense import Dense
+from tests.training.test_plain_ranker import HISTORIES, LISTED, plain, ring
+from tests.training.test_ranker import KEY, padded
+
+
+def by_letters(folder: Path, *more: str) -> Config:
+    return plain(
+        folder, "rank.method=list_letter", "rank.item=<sid>{title}{sid}", "rank.item_span=6", "rank.candidates=8",
+        "rank.tokens=96", "rank.context=96", "cache.repair_tokens=6", "train.layers=3", "train.hard_negatives=0.8",
+        *more,
+    )  # fmt: skip
+
+
+def text_of(cfg: Config) -> LetterText:
+    catalog = ring().catalog
+    return letter_ranker.prompt_text(cfg, ranker.ranker_tokenizer(cfg, catalog), catalog)
+
+
+def softmax_nats(scores: np.ndarray, at: int) -> float:
+    return float(np.log(np.exp(scores - scores.max()).sum()) + scores.max() - scores[at])
+
+
+def test_prompts_and_letters_are_the_servers(tmp_path: Path) -> None:
+    cfg, catalog = by_letters(tmp_path), ring().catalog
+    tokenizer, text = ranker.ranker_tokenizer(cfg, catalog), text_of(cfg)
+    prompts, segments = (
+        PromptBuilder(cfg.prompt, tokenizer, catalog),
+        SegmentPrompts(cfg.rank, tokenizer, catalog),
+    )
+    made = plain_ranker.lay_out(text.plain, padded(HISTORIES, 6), jnp.asarray(LISTED))
+    ends = letter_ranker.candidate_ends(text.plain, made, jnp.asarray(LISTED))
+    for at, (history, listed) in enumerate(zip(HISTORIES, LISTED, strict=True)):
+        prompt = arrange(segments.prompt(Content.of(prompts.user(history)), listed, int(history[-1])), CAUSAL)
+        wanted = np.concatenate([segment.tokens for segment in prompt])
+        assert made.tokens[at, : int(made.lengths[at])].tolist() == wanted.tolist()
+        assert ends[at].tolist() == [segment.offset + len(segment) - 1 for segment in prompt[1:-1]]
+        assert segments.columns(listed)[0].tolist() == np.asarray(text.letters).tolist()
+        assert [tokenizer.token_id(f"<l_{n}>") for n in range(4)] == np.asarray(text.letters).tolist()
+
+
+def test_the_loss_is_its_four_parts_by_a_dense_decoder(tmp_path: Path) -> None:
+    cfg = by_letters(tmp_path, "train.dropout=0")
+    text, train = text_of(cfg), cfg.train
+    model = decoder_config(train, 400, 80)
+    weights = jax.tree.map(lambda x: 3 * x, params.initialize(decoder.spec(model), KEY))
+    log_weights = ranker.negative_weights(cfg, ring())
+    window = [5, 9, 2, 7]
+    rows = jnp.array([[*window, -1, -1, -1]], jnp.int32)
+    candidates_key, order_key, _ = jax.random.split(KEY, 3)
+    history = padded([np.array(window[:3])], 6)
+    drawn = ranker.draw_candidates(candidates_key, log_weights(history), history, jnp.array([7]), 3)
+    listed = np.asarray(drawn)[0, np.argsort(np.asarray(jax.random.uniform(order_key, (1, 4)))[0])]
+    made = plain_ranker.lay_out(text.plain, history, jnp.asarray(listed[None]))
+    tokens = np.asarray(made.tokens)[0, : int(made.lengths[0])]
+
+    def logits(layers: int) -> np.ndarray:
+        """Of every place of the prompt, with so many layers."""
+        cut = weights.__class__(
+            weights.embed, jax.tree.map(lambda x: x[:layers], weights.layers), weights.norm
+        )
+        dense = Dense(model.__class__(**{**model.__dict__, "layers": layers}), cut)
+        return np.asarray(dense.forward(tokens, np.arange(len(tokens)), np.tri(len(tokens), dtype=bool))[1])
+
+    last, before = logits(3), logits(2)
+    letters, own = np.asarray(text.letters), np.asarray(text.plain.own)
+    asked = listed.tolist().index(7)
+    ends = np.asarray(letter_ranker.candidate_ends(text.plain, made, jnp.asarray(listed[None])))[0]
+    wanted = [
+        softmax_nats(last[-1, letters], asked),
+        np.mean([softmax_nats(last[end, own], window[i + 1]) for i, end in enumerate(made.ends[0, :3])]),
+        softmax_nats(before[ends, text.plain.prefix[0]], asked),
+        np.mean([softmax_nats(before[end, letters], n) for n, end in enumerate(ends)]),
+    ]
+    nats, count = jax.jit(letter_ranker.letter_loss(model, text, log_weights, train))(weights, rows, KEY)
+    assert count == 1 and min(wanted) > 0
+    np.testing.assert_allclose(nats, sum(wanted), rtol=1e-4)
+
+
+def test_every_item_but_the_first_is_a_target_once_an_epoch() -> None:
+    sequences = Ragged.of([[3, 1, 4, 1, 5, 9], [2], [], [6, 5]])
+    train = by_letters(Path("x"), "train.batch=3", "train.max_items=3").train
+    targets = Targets(sequences, train)
+    assert len(targets) == 6 and targets.steps_per_epoch() == 2
+    for epoch in range(2):
+        rows = np.concatenate([targets.batch(2 * epoch + step) for step in range(2)])
+        assert sorted(rows.tolist()) == [
+            [1, 4, 1, 5], [3, 1, -1, -1], [3, 1, 4, -1], [3, 1, 4, 1], [4, 1, 5, 9], [6, 5, -1, -1],
+        ]  # fmt: skip
+    with pytest.raises(ConfigError, match="no user has two interactions"):
+        Targets(Ragged.of([[2]]), train)
+
+
+def test_what_is_trained_is_what_is_served(tmp_path: Path) -> None:
+    cfg = by_letters(tmp_path / "ranker", "train.steps=12", "train.evaluate_every=12", "train.layers=2")
+    dataset = ring()
+    train_ranker(cfg, dataset, validate=validation.ranker_recall(cfg, dataset))
+    lines = [json.loads(line) for line in (tmp_path / "ranker" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "ndcg@10" in line] == [12]
+    losses = [line["loss"] for line in lines if "loss" in line]
+    assert np.mean(losses[-3:]) < np.mean(losses[:3]) - 1
+    model, weights = checkpoint.load(tmp_path / "ranker")
+    assert isinstance(model, DecoderConfig) and isinstance(weights, DecoderParams)
+    text = text_of(cfg)
+    scores = jax.jit(lambda weights, *rows: letter_ranker.answers(weights, model, text, *rows).scores)
+    trained = np.asarray(scores(weights, padded(HISTORIES, 6), LISTED))
+    assert np.ptp(trained) > 0.05, "scores that hardly differ would compare nothing"
+
+    async def ask() -> list[list[float]]:
+        engine = load_engine(cfg, kinds=["rank"])
+        await engine.start()
+        names, found = engine.catalog.item_ids, []
+        for history, rows in zip(HISTORIES * 2, [*LISTED, *LISTED], strict=True):
+            request = RankRequest(
+                history=[names[row] for row in history],
+                candidates=[names[row] for row in rows],
+                layout="causal",
+            )
+            by_id = {item.item_id: item.score for item in (await engine.answer(request)).items}
+            found.append([by_id[names[row]] for row in rows])
+        await engine.drain(10)
+        return found
+
+    np.testing.assert_allclose(asyncio.run(ask()), np.tile(trained, (2, 1)), atol=2e-4)
+
+
+def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
+    for setting, words in (
+        ("rank.candidates=3", r"rank\.candidates \(3\) must be at least 1 \+ train\.negatives, 4"),
+        ("rank.letters=l", r"rank\.letters: must have \{n\}"),
+        ("prompt.separator=<sid>", r"takes no prompt\.separator"),
+    ):
+        with pytest.raises(ConfigError if "letters" not in setting else Exception, match=words):
+            train_ranker(by_letters(tmp_path / "ranker", setting), ring())
