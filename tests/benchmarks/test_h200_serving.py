@@ -82,7 +82,9 @@ def test_a_peer_is_compared_round_by_round() -> None:
     rows = bench.make_rows(setting, times)
     assert rows[0]["pytorch_over_jgr"] == {"median": 2.0, "interval": [1.5, 2.0]}
     assert (rows[0]["fastest"], rows[1]["fastest"], rows[2]["fastest"]) == ("pytorch", "compiled", "pytorch")
-    assert rows[1]["pytorch_over_jgr"]["median"] == 0.75  # the faster form, where it is slow in some rounds too
+    assert (
+        rows[1]["pytorch_over_jgr"]["median"] == 0.75
+    )  # the faster form, where it is slow in some rounds too
     rows[0] |= {"items_shared_with_pytorch": 0.8}
     found = {claim.id: claim for claim in bench.claims(rows, 0.01, setting)}
     assert not found["h200-items-shared-with-pytorch"].holds
