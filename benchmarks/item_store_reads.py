@@ -9,7 +9,7 @@ program with an all_to_all, whose lists are as long for every pair of devices as
 What is counted: bytes between devices that are wanted, and that are sent with the padding; programs and copies that are
 dispatched. Those do not depend on the machine. Seconds here are those of 8 virtual devices of one CPU, whose links are
 its memory: they compare what the two ways cost the host, and say nothing of NVLink or PCIe. Neither way is chosen by
-them. `jgr serve` reads items in neither way yet: its engine has one device, or one model over several.
+them. `jgr serve` reads items in both ways, out of pools that change: `benchmarks.device_reads` measures that.
 
     python -m benchmarks.item_store_reads [--quick]
 """

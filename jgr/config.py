@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from jgr.config_data_parallel import DataParallelConfig as DataParallelConfig
 from jgr.config_embeddings import EmbeddingsConfig as EmbeddingsConfig
 from jgr.config_file import line_in, run_python
 from jgr.config_fleet import FleetConfig as FleetConfig
@@ -434,6 +435,7 @@ class Config:
     executors: ExecutorsConfig = field(default_factory=ExecutorsConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
+    data_parallel: DataParallelConfig = field(default_factory=DataParallelConfig)
     features: FeaturesConfig = field(default_factory=FeaturesConfig)
     embeddings: EmbeddingsConfig = field(default_factory=EmbeddingsConfig)
     profiles: ProfilesConfig = field(default_factory=ProfilesConfig)

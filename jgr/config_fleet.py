@@ -41,7 +41,8 @@ class FleetConfig:
     # the fronts of its node
     fronts: int = 1
     cpus: float = 1.0  # cores that Ray keeps for a replica
-    # GPUs that Ray keeps for a replica; each replica sees no other. At least model.tensor_parallel.
+    # GPUs that Ray keeps for a replica; each replica sees no other. At least model.tensor_parallel, and at least
+    # data_parallel.devices.
     gpus: float = 0.0
     # Seconds between questions after the health of a replica or a front, which then reads a changed server.keys. A
     # replica is replaced after three unanswered ones.

@@ -22,6 +22,7 @@ FLOORS = (
         "jgr.fields",
         "jgr.feedback",
         "jgr.config",
+        "jgr.config_data_parallel",
         "jgr.config_embeddings",
         "jgr.config_environment",
         "jgr.config_file",

@@ -96,6 +96,16 @@ class Move(msgspec.Struct, frozen=True):
     host: tuple[int, ...]
 
 
+class Fetch(msgspec.Struct, frozen=True):
+    """A copy between two devices of a process, by their numbers: the n-th of the cells `into`, on device `to`, holds
+    after it what the n-th of `cells` holds, on device `source`."""
+
+    source: int
+    to: int
+    cells: tuple[int, ...]
+    into: tuple[int, ...]
+
+
 class Valid(Protocol):
     """Tokens that are computed already: how many, and their hash."""
 

@@ -19,11 +19,13 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import jax
 
+from jgr.cache.device_reads import DeviceReads, make_reads
 from jgr.cache.host import HostTier
 from jgr.cache.pages import Pages
-from jgr.cache.pool import DevicePool
+from jgr.cache.pool import DevicePool, ReplicatedPool
 from jgr.config import Config, ConfigError
 from jgr.models.devices import Devices
+from jgr.models.replicated import Replicated
 from jgr.models.room import host_bytes
 
 PAGE_BYTES, CPU_PAGE_BYTES, SMALLEST_PAGE_BYTES = 2 << 20, 64 << 10, 1 << 10
@@ -71,7 +73,8 @@ class Memory:
     from nodes of a fleet that hold them for each other; the first model that can has all of it. page_kb: 0 for the
     default. shares: the weight of each model, by name.
 
-    devices: those that share each model; device_mb is of each, host_mb of all.
+    devices: those that share each model; device_mb is of each, host_mb of all. replicated: those that each have the
+    whole of it and a pool of its own, of device_mb; 1: not so. reads_by: see data_parallel.reads.
 
     The arrays are made when the first model asks for them, which raises ConfigError where one is larger than the memory
     that it would lie in. ConfigError where the pool has not one page.
@@ -85,8 +88,11 @@ class Memory:
         shares: Mapping[str, float] | None = None,
         devices: int = 1,
         items_mb: float = 0.0,
+        replicated: int = 1,
+        reads_by: str = "",
     ) -> None:
-        self._mb, self._devices = (device_mb, host_mb + items_mb), devices
+        self._mb, self._devices, self._replicated = (device_mb, host_mb + items_mb), devices, replicated
+        self._reads_by = reads_by
         size = int(device_mb * 2**20)
         self._page_bytes = page_kb << 10 or _page_bytes(size)
         self._count = size // self._page_bytes
@@ -109,9 +115,14 @@ class Memory:
         if first.kv and not items_mb:
             items_mb = first.kv_mb
         shares = {config.model.name: config.cache.share for config in configs if caches(config)}
+        replicated, by = configs[0].data_parallel.devices, configs[0].data_parallel.reads
+        if replicated > 1 and devices > 1:
+            raise ConfigError(
+                "data_parallel.devices: devices have a whole model each, or share it by model.tensor_parallel"
+            )
         if not shares:
-            return cls(1 / 16, page_kb=64, devices=devices)
-        return cls(first.device_mb, first.host_mb, first.page_kb, shares, devices, items_mb)
+            return cls(1 / 16, page_kb=64, devices=devices, replicated=replicated)
+        return cls(first.device_mb, first.host_mb, first.page_kb, shares, devices, items_mb, replicated, by)
 
     def devices_of(self, config: Config) -> Devices:
         """The devices that share a model. ConfigError where they are not there, or other models have other ones."""
@@ -121,12 +132,18 @@ class Memory:
                 f"model.tensor_parallel: {count} for model {config.model.name!r}, but {self._devices} for the server's "
                 "first: all models of a server are shared by equally many devices"
             )
+        replicated = config.data_parallel.devices
+        if replicated != self._replicated:
+            raise ConfigError(
+                f"data_parallel.devices: {replicated} for model {config.model.name!r}, but {self._replicated} for the "
+                "server's first: all models of a server are on equally many devices"
+            )
         return self.devices
 
     @cached_property
     def devices(self) -> Devices:
-        """The devices that share each model. ConfigError where they are not there."""
-        return Devices.of(self._devices)
+        """The devices of each model. ConfigError where they are not there."""
+        return Replicated.of(self._replicated) if self._replicated > 1 else Devices.of(self._devices)
 
     @cached_property
     def pool(self) -> DevicePool:
@@ -138,11 +155,22 @@ class Memory:
                     else f"{name}_mb"
                 )
                 raise ConfigError(f"cache.{field}: {mb:g} MB are more than all memory, {most / 2**20:.0f} MB")
-        return DevicePool(self._count, self._page_bytes, self.devices)
+        kind = ReplicatedPool if self._replicated > 1 else DevicePool
+        return kind(self._count, self._page_bytes, self.devices)
 
     @cached_property
+    def reads(self) -> DeviceReads | None:
+        """The copies between the pools of devices; None where there is one pool."""
+        return make_reads(self._reads_by, self.pool) if isinstance(self.pool, ReplicatedPool) else None
+
+    @property
     def pages(self) -> Pages:
-        return Pages(self._count, self._page_bytes)
+        return self.pages_of[0]
+
+    @cached_property
+    def pages_of(self) -> tuple[Pages, ...]:
+        """The pages of each device that has a pool of its own."""
+        return tuple(Pages(self._count, self._page_bytes) for _ in range(self._replicated))
 
     @cached_property
     def host(self) -> HostTier | None:
@@ -195,7 +223,8 @@ class Memory:
         for held in self._held.values():
             held.held.check()
         if not self._held:
-            assert self.pages.free == self._count, "pages are held by nobody"
+            free = [pages.free for pages in self.pages_of]
+            assert free == [self._count] * len(free), "pages are held by nobody"
 
 
 def caches(config: Config) -> bool:

@@ -32,6 +32,7 @@ from jgr.cache.pages import Room, pieces
 from jgr.models import words
 from jgr.models.devices import ONE, Devices
 from jgr.models.params import PyTree
+from jgr.models.replicated import Replicated
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -50,7 +51,7 @@ class DevicePool:
 
     def __init__(self, pages: int, page_bytes: int, devices: Devices = ONE) -> None:
         self.page_bytes, self.pages, self.devices = page_bytes, pages, devices
-        self.sharding = devices.along(1)
+        self.sharding = self._divided()
         self.epoch = 0
         """How often the pool was lost."""
         self._lock = threading.Lock()
@@ -103,10 +104,31 @@ class DevicePool:
         self.epoch += 1
         self._array = self._empty()
 
+    def _divided(self) -> jax.sharding.Sharding:
+        return self.devices.along(1)
+
+    def _shape(self) -> tuple[int, int]:
+        return self.pages, self.devices.count * self.page_bytes // words.WORD
+
     def _empty(self) -> jax.Array:
         # Bound to its device, as what programs hand back is: an unbound array is another argument to them.
-        shape = (self.pages, self.devices.count * self.page_bytes // words.WORD)
-        return jnp.zeros(shape, jnp.uint32, device=self.sharding)
+        return jnp.zeros(self._shape(), jnp.uint32, device=self.sharding)
+
+
+class ReplicatedPool(DevicePool):
+    """The pools of devices that each serve requests of their own: an array [devices * pages, page_bytes / 4] uint32,
+    divided along its first axis, so that a program that each runs for itself sees [pages, page_bytes / 4].
+
+    pages: of each device. It is lost as one, since a program runs on all of them.
+    """
+
+    devices: Replicated
+
+    def _divided(self) -> jax.sharding.Sharding:
+        return self.devices.rows_of_each
+
+    def _shape(self) -> tuple[int, int]:
+        return self.devices.count * self.pages, self.page_bytes // words.WORD
 
 
 class UserView(ABC):

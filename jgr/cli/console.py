@@ -143,7 +143,7 @@ def keep_enough_threads(configs: Sequence[Config]) -> None:
 
     A device that waits for the others holds a thread, and with fewer of them than devices all would wait for ever.
     """
-    devices = max(config.model.tensor_parallel for config in configs)
+    devices = max(max(config.model.tensor_parallel, config.data_parallel.devices) for config in configs)
     if devices > 1:
         os.environ.setdefault("NPROC", str(max(os.cpu_count() or 1, 2 * devices)))
 

@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jgr.models.replicated import exchange
 from jgr.placement.items import ItemPlacement
 
 Int32 = npt.NDArray[np.int32]
@@ -142,7 +143,6 @@ class ItemStore:
 
 def read(hot: jax.Array, cold: jax.Array, send: jax.Array, take: jax.Array) -> jax.Array:
     """What one device does in a read (shard_map over AXIS): hot [H, E], cold [1, C, E], send [1, D, Q], take [1, M]."""
-    sent = cold[0][send[0]]  # [D, Q, E]
-    received = jax.lax.all_to_all(sent, AXIS, split_axis=0, concat_axis=0, tiled=True)
+    received = exchange(cold[0][send[0]], AXIS)
     everything = jnp.concatenate([hot, received.reshape(-1, hot.shape[-1])])
     return everything[take[0]][None]

@@ -147,7 +147,7 @@ class ItemShare:
         assert engine is not None and caching.frequencies is not None
         now_ns, seen = engine.clock(), caching.frequencies
         rows, frequency = seen.hottest(MOST_COUNTED, now_ns)
-        prefill_ns = caching.groupings["rank"].compute_ns(max(1, round(seen.user_tokens)))
+        prefill_ns = caching.planner("rank").compute_ns(max(1, round(seen.user_tokens)))
         lists, lengths = seen.lists()
         return {
             "rows": rows.tobytes(),
@@ -187,7 +187,7 @@ class ItemShare:
         caching = self._caching()
         assert caching.segments is not None
         rows = dict.fromkeys(engine.catalog.rows(hint.items)[0].tolist())
-        content, grouping = caching.segments.content, caching.groupings["rank"]
+        content, grouping = caching.segments.content, caching.planner("rank")
         missing = [row for row in rows if not grouping.keeps(item_name(row), content(row))]
         if not missing or not self._reads_items(engine, caching, hint, list(rows), round(user_tokens)):
             return ()
@@ -304,7 +304,7 @@ class ItemShare:
         """Whether the request is likely to be planned to read items."""
         assert caching.segments is not None
         tokens = int(caching.segments.item_lengths[rows].sum())
-        grouping = caching.groupings["rank"]
+        grouping = caching.planner("rank")
         return grouping.would_read_items(hint.layout, hint.user, user_tokens, tokens, engine.clock())
 
     def _sources(

@@ -62,10 +62,10 @@ class Source:
         """Raises ConfigError for what cannot be served."""
         found = configurations(self.files, self.assignments, self.folders, loaded=not self.null)
         gpus, shared = found[0].fleet.gpus, max(config.model.tensor_parallel for config in found)
-        if 0 < gpus < shared:
-            raise ConfigError(
-                f"fleet.gpus: a replica sees {gpus:g}, and model.tensor_parallel needs {shared}"
-            )
+        parted = max(config.data_parallel.devices for config in found)
+        if 0 < gpus < max(shared, parted):
+            field = "model.tensor_parallel" if shared > parted else "data_parallel.devices"
+            raise ConfigError(f"fleet.gpus: a replica sees {gpus:g}, and {field} needs {max(shared, parted)}")
         return found
 
     @property

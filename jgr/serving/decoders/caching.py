@@ -3,14 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from msgspec import UNSET
 
-from jgr.cache.hotness import ExponentialWindow, ItemFrequencies
+from jgr.cache.hotness import ExponentialWindow, Hotness, ItemFrequencies
 from jgr.cache.memory import Lease, Memory
 from jgr.cache.meta import CacheMeta
+from jgr.cache.neighbours import Neighbour, Neighbours
 from jgr.cache.pages import Room, pieces
 from jgr.config import CacheConfig, Config, ConfigError
 from jgr.models.decoder import DecoderConfig
@@ -23,6 +24,7 @@ from jgr.serving.decoders.library import LibraryLoader
 from jgr.serving.decoders.translation import Task
 from jgr.serving.decoders.work import SegmentsWork, Work
 from jgr.serving.policies.jobs import Kind, Profile, Request, Start
+from jgr.serving.policies.parted import PartedScheduler
 from jgr.serving.policies.prefix_choice import KEEP_ITEMS
 from jgr.serving.policies.prompt_scheduling import PromptScheduler
 from jgr.serving.policies.prototypes import KIND, PrototypePlace
@@ -47,10 +49,10 @@ class Caching:
     """
 
     memory: Memory
-    lease: Lease[CacheMeta]
+    lease: Lease[CacheMeta] | Lease[Neighbours]
     kv: KVCells
     limits: Mapping[str, int]
-    groupings: Mapping[Kind, PromptScheduler]
+    groupings: Mapping[Kind, PromptScheduler | PartedScheduler]
     segments: SegmentPrompts | None
     prototypes: PrototypePlace | None = None
     loader: LibraryLoader | None = None
@@ -60,12 +62,23 @@ class Caching:
 
     @property
     def meta(self) -> CacheMeta:
+        """The meta service of one device; not where several have one each."""
+        assert isinstance(self.lease.held, CacheMeta)
         return self.lease.held
+
+    def planner(self, kind: Kind) -> PromptScheduler:
+        """What plans the prompts of a kind on one device; not where several part them."""
+        found = self.groupings[kind]
+        assert isinstance(found, PromptScheduler)
+        return found
 
     def start(self) -> None:
         """Divide the model's pages as this engine's catalog wants them. Called on the event loop, as all planning."""
         for kind, pages in self.limits.items():
-            self.meta.set_limit(kind, pages)
+            self.lease.held.set_limit(kind, pages)
+        if isinstance(self.lease.held, Neighbours):
+            self.lease.held.frequencies = self.frequencies
+            return
         if self.items is not None:
             self.meta.below, self.meta.frequencies = self.items, self.frequencies
         host = self.memory.host
@@ -196,13 +209,20 @@ def make_caching(
         limits[KIND] = of_library
         kinds.append(KIND)
 
+    owner = f"{name}@{revision}/{kv.held}/{kv.tokens}"
+    rooms = dict.fromkeys(kinds, kv_room(kv))
+
+    def make_hotness() -> ExponentialWindow | None:
+        if cache.policy != "hotness":
+            return None
+        return ExponentialWindow(round(cache.window_s * 1e9), REMEMBERED * count)
+
+    if config.data_parallel.devices > 1:
+        return _parted(config, memory, kv, profiles, segments, limits, owner, rooms, make_hotness)
+
     def make() -> CacheMeta:
-        hotness = None
-        if cache.policy == "hotness":
-            hotness = ExponentialWindow(round(cache.window_s * 1e9), REMEMBERED * count)
         host = None if memory.host is None or not count else memory.host.pages
-        room, owner = kv_room(kv), f"{name}@{revision}/{kv.held}/{kv.tokens}"
-        return CacheMeta(memory.pages, dict.fromkeys(kinds, room), hotness, host, owner)
+        return CacheMeta(memory.pages, rooms, make_hotness(), host, owner)
 
     lease = memory.lease(("kv", name, revision, kv, cache.policy, cache.window_s, *kinds), make)
     prototypes = (
@@ -210,20 +230,79 @@ def make_caching(
     )
     lane = object()  # of this engine: another one's programs may be dispatched at any time
     groupings = {
-        kind: PromptScheduler(
-            [profile for profile in profiles if profile.kind == kind],
-            lease.held,
-            max_tokens=config.batching.max_tokens,
-            policy=cache.policy,
-            hysteresis=cache.hysteresis,
-            rule=cache.rule,
-            lane=lane,
-            prototypes=prototypes,
-        )
-        for kind in {profile.kind: None for profile in profiles}
+        kind: _planner(config, of, lease.held, lane, prototypes) for kind, of in _by_kind(profiles).items()
     }
     caching = Caching(memory, lease, kv, limits, groupings, segments, prototypes, loader)
     return _with_items(config, caching, f"{name}@{revision}") if "rank" in groupings else caching
+
+
+def _by_kind(profiles: Sequence[Profile]) -> dict[Kind, list[Profile]]:
+    found: dict[Kind, list[Profile]] = {}
+    for profile in profiles:
+        found.setdefault(profile.kind, []).append(profile)
+    return found
+
+
+def _planner(
+    config: Config,
+    profiles: Sequence[Profile],
+    meta: CacheMeta,
+    lane: object,
+    prototypes: PrototypePlace | None = None,
+) -> PromptScheduler:
+    cache = config.cache
+    return PromptScheduler(
+        profiles,
+        meta,
+        max_tokens=config.batching.max_tokens,
+        policy=cache.policy,
+        hysteresis=cache.hysteresis,
+        rule=cache.rule,
+        lane=lane,
+        prototypes=prototypes,
+    )
+
+
+def copies_items(config: Config) -> bool:
+    """Whether devices copy kept items from each other."""
+    keeps = config.cache.policy in KEEP_ITEMS and config.rank.method != "likelihood"
+    return config.data_parallel.devices > 1 and keeps and config.data_parallel.reads != "compute"
+
+
+def _parted(
+    config: Config,
+    memory: Memory,
+    kv: KVCells,
+    profiles: Sequence[Profile],
+    segments: SegmentPrompts | None,
+    limits: Mapping[str, int],
+    owner: str,
+    rooms: Mapping[str, Room],
+    make_hotness: Callable[[], Hotness | None],
+) -> Caching:
+    """The policies over the pools of several devices."""
+    cache, parallel, shares = config.cache, config.data_parallel, copies_items(config)
+
+    def make() -> Neighbours:
+        metas = [
+            Neighbour(number, pages, rooms, make_hotness(), owner)
+            for number, pages in enumerate(memory.pages_of)
+        ]
+        return Neighbours(metas, shares, parallel.hot_share, memory.reads)
+
+    lease = memory.lease(("kv", owner, kv, cache.policy, cache.window_s, "parted"), make)
+    lanes = [object() for _ in lease.held.metas]
+    groupings = {
+        kind: PartedScheduler(
+            [_planner(config, of, meta, lane) for meta, lane in zip(lease.held.metas, lanes, strict=True)],
+            lease.held,
+        )
+        for kind, of in _by_kind(profiles).items()
+    }
+    frequencies = None
+    if shares and segments is not None:
+        frequencies = ItemFrequencies(len(segments.item_lengths), round(cache.window_s * 1e9))
+    return Caching(memory, lease, kv, limits, groupings, segments, frequencies=frequencies)
 
 
 def identity(revision: str, kv: KVCells) -> str:
@@ -259,6 +338,8 @@ def planned(start: Start, tasks: Sequence[Task], caching: Caching) -> list[Work]
     """Give each task's work the plan of its batch, and write into each task what the plan says of it."""
     if caching.memory.host is not None:
         caching.memory.host.plan(start.moves, caching.kv.cells, start.epoch)
+    if start.fetches and caching.memory.reads is not None:
+        caching.memory.reads.plan(start.fetches, caching.kv.cells, start.epoch)
     caching.plan_library()
     works: list[Work] = []
     for task, request in zip(tasks, start.work, strict=True):

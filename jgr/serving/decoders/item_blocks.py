@@ -17,7 +17,8 @@ import numpy.typing as npt
 
 from jgr.cache.entries import Entry
 from jgr.cache.host import read_cells
-from jgr.config import UserError
+from jgr.cache.meta import CacheMeta
+from jgr.config import ConfigError, UserError
 from jgr.models.words import WORD
 from jgr.placement.kv_folder import FORMAT, About, KvBuilder, require_room
 from jgr.placement.shared_items import Block, block_of
@@ -116,6 +117,8 @@ def _request(engine: Engine[ServedDecoder], rows: Sequence[int]) -> RankRequest:
 def _caching(engine: Engine[ServedDecoder]) -> Caching:
     caching = engine.served.caching
     assert caching is not None and caching.segments is not None, "the engine caches no items"
+    if not isinstance(caching.lease.held, CacheMeta):
+        raise ConfigError("data_parallel.devices: jgr kv build computes on one device")
     return caching
 
 

@@ -8,7 +8,7 @@ tables are of one growth class.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -27,16 +27,24 @@ from jgr.config import Config, ConfigError
 from jgr.models import checkpoint
 from jgr.models.beam import CatalogTables, catalog_tables
 from jgr.models.decoder import DecoderConfig, DecoderParams
-from jgr.models.devices import Devices
+from jgr.models.devices import ONE, Devices
 from jgr.models.generators import GeneratorConfig, GeneratorParams, generator, laid_out
 from jgr.models.model_files import ModelFiles
 from jgr.models.quantize import kind_of, versioned
+from jgr.models.replicated import Replicated
 from jgr.ops import native
 from jgr.prompt.candidates import SegmentPrompts
 from jgr.prompt.tokens import PromptBuilder, Tokenizer, level_tokens
-from jgr.serving.decoders.caching import kv_cells, make_caching, rank_profiles, recommend_profiles
+from jgr.serving.decoders.caching import (
+    copies_items,
+    kv_cells,
+    make_caching,
+    rank_profiles,
+    recommend_profiles,
+)
 from jgr.serving.decoders.library import Library, LibraryLoader
 from jgr.serving.decoders.paged_executor import DecoderExecutors, PagedExecutor
+from jgr.serving.decoders.parted_executor import PartedExecutor
 from jgr.serving.decoders.reading import TextReader
 from jgr.serving.decoders.row_executor import RowExecutor
 from jgr.serving.decoders.serve import ServedDecoder, decoder_engine
@@ -107,8 +115,13 @@ def load_engine(
 
 def _load_model(folder: Path, config: Config, devices: Devices, kinds: Sequence[Kind]) -> Model:
     files, dtype, kind = ModelFiles(folder), config.model.dtype, config.model.quantize
+    if isinstance(devices, Replicated):
+        _check_parallel(config)
 
     def read() -> tuple[GeneratorConfig, GeneratorParams]:
+        if isinstance(devices, Replicated):
+            cfg, params = checkpoint.load(folder, dtype, files, ONE, kind)
+            return cfg, devices.place(laid_out(params))
         cfg, params = checkpoint.load(folder, dtype, files, devices, kind)
         return cfg, laid_out(params, devices.count)
 
@@ -137,7 +150,7 @@ def make_engine(
     tree = PrefixTree.build(catalog.codes)
     devices = memory.devices_of(config)
     tables = catalog_tables(tree, fitted.tokens, model.params, growing=True, devices=devices)
-    largest_batch = max(profile.batch for profile in model.profiles)
+    largest_batch = max(profile.batch for profile in model.profiles) * config.data_parallel.devices
     segment_rows = max(config.catalog.segment_rows, largest_batch) if fitted.has_segments else 0
     if like is not None:
         executor = like.over(tables, segment_rows)
@@ -188,8 +201,8 @@ def make_engine(
             ),
             caching=caching,
             memory={
-                "weights": tree_bytes(model.params),
-                "catalog": tree_bytes(tables),
+                "weights": config.data_parallel.devices * tree_bytes(model.params),
+                "catalog": config.data_parallel.devices * tree_bytes(tables),
                 "items": tree.nbytes + getattr(catalog.item_ids, "nbytes", 0),
                 "buffers": executor.buffer_bytes,
                 **memory.parts(config.model.name),
@@ -225,18 +238,27 @@ def _make_executors(
             packed += recommend_profiles(config, longest)
     kinds = {profile.kind for profile in packed}
     plain = tuple(profile for profile in model.profiles if profile.kind not in kinds)
+    for profile in plain:
+        if profile.batch % config.data_parallel.devices:
+            raise ConfigError(
+                f"profiles.batch: {profile.batch} rows do not divide over {config.data_parallel.devices} devices "
+                "(data_parallel.devices)"
+            )
     paged = None
     if packed and isinstance(model.cfg, DecoderConfig) and isinstance(model.params, DecoderParams):
         dtype = np.dtype(model.params.embed.dtype)
-        pool = memory.pool
+        pool, reads = memory.pool, memory.reads
         kv = kv_cells(
-            config.cache, model.cfg, dtype.name, dtype.itemsize, pool.page_bytes, pool.devices.count
+            config.cache, model.cfg, dtype.name, dtype.itemsize, pool.page_bytes, config.model.tensor_parallel
         )
         loader = None
         if config.cache.library:
             given = (config.cache, model.params, model.cfg, model.revision, prompts.prefix)
             loader = LibraryLoader(Library(*given), kv)
-        paged = PagedExecutor(
+        make: Callable[..., PagedExecutor] = PagedExecutor
+        if reads is not None:
+            make = partial(PartedExecutor, reads=reads, copies=copies_items(config))
+        paged = make(
             model.cfg,
             model.params,
             tables,
@@ -308,6 +330,21 @@ def _fit(model: Model, config: Config, catalog: Catalog) -> Fitted:
             )
     _check_lengths(config, prompts, catalog, segments, model)
     return Fitted(tokens, prompts, segments, bool(catalog_segments(catalog, config.catalog.segments)))
+
+
+def _check_parallel(config: Config) -> None:
+    """ConfigError where devices cannot part the requests of a model."""
+    cache = config.cache
+    beside = {
+        "cache.host_mb": cache.host_mb > 0,
+        "cache.kv": bool(cache.kv),
+        "cache.library": bool(cache.library),
+        "fleet.items": config.fleet.items != "none",
+        "server.journal": bool(config.server.journal),
+    }
+    for name, used in beside.items():
+        if used:
+            raise ConfigError(f"{name}: is for one device, not for data_parallel.devices")
 
 
 def _check_library(config: Config, prompts: PromptBuilder) -> None:

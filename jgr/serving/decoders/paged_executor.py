@@ -12,9 +12,10 @@ before the pool was lost is refused by `PoolLost`, and can be planned again.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import jax
@@ -112,28 +113,27 @@ class PagedExecutor(ProfilePrograms):
                 explained = replace(probe, explained=True)
                 check_scores(f"{label} explained", self.run(profile, [explained])[0].scores)
             if profile not in self.costs:
-                tokens = min(profile.tokens, self._longest or profile.tokens)
-                full = [self._full_work(profile, tokens)] * min(profile.batch, profile.tokens // tokens)
-                self.costs[profile] = median_seconds(partial(self.run, profile, full))
+                self.costs[profile] = median_seconds(partial(self.run, profile, self._full_batch(profile)))
             progress(done, len(self.profiles), label)
         if self._host is not None:
             self._host.warm_up(self.kv.cells)
 
     def compile(self, profile: Profile, levels: bool = False) -> jax.stages.Compiled:
         """The program of a profile. levels: the one that gives the search's levels too (recommend)."""
-        staged = self._staged.setdefault(profile, StagedInputs(self._blank(profile), self._devices))
+        staged = self._staged.setdefault(profile, self._inputs(profile))
         given = staged.example, self._params, self.pool.example
         options = compiler_options(self._params)
         if profile.kind == "rank":
             decided: tuple[Any, ...] = ()
             of_lists = profile.batch if self._lists else 0
             if self._decides:
-                deciding = compiled(_decide, *given[:2], options=options, inputs=staged.layout, cfg=self._cfg)
+                deciding = self._compiled(
+                    _decide, given[:2], options=options, inputs=staged.layout, cfg=self._cfg
+                )
                 self._deciding[profile], decided = deciding, (self._decided(profile),)
-            return compiled(
+            return self._compiled(
                 _rank,
-                *given,
-                *decided,
+                (*given, *decided),
                 options=options,
                 inputs=staged.layout,
                 cfg=self._cfg,
@@ -141,10 +141,9 @@ class PagedExecutor(ProfilePrograms):
                 chosen_by=self._chosen_by,
                 requests=of_lists,
             )
-        return compiled(
+        return self._compiled(
             _recommend,
-            *given,
-            *self._over_catalog(profile, []),
+            (*given, *self._over_catalog(profile, [])),
             options=options,
             inputs=staged.layout,
             cfg=self._cfg,
@@ -162,6 +161,21 @@ class PagedExecutor(ProfilePrograms):
         return packed.Decided(
             *(jax.ShapeDtypeStruct((profile.tokens,), kind, sharding=where) for kind in kinds)
         )
+
+    def _inputs(self, profile: Profile) -> StagedInputs:
+        """The buffers of a profile's inputs."""
+        return StagedInputs(self._blank(profile), self._devices)
+
+    def _compiled(
+        self, function: Callable[..., Any], given: Sequence[Any], **static: Any
+    ) -> jax.stages.Compiled:
+        """The program of a function of inputs, weights, the pool and what else a profile's programs read."""
+        return compiled(function, *given, **static)
+
+    def _full_batch(self, profile: Profile) -> list[SegmentsWork]:
+        """One that takes as long as its shape may."""
+        tokens = min(profile.tokens, self._longest or profile.tokens)
+        return [self._full_work(profile, tokens)] * min(profile.batch, profile.tokens // tokens)
 
     def _full_work(self, profile: Profile, tokens: int) -> SegmentsWork:
         """One that takes as long as its shape may. A list takes as long as it has candidates."""
@@ -218,9 +232,13 @@ class PagedExecutor(ProfilePrograms):
             self.pool.lose(pending.epoch, error)
             raise
         pending.staged.give_back()
-        if pending.profile.kind == "rank":
-            ends = np.cumsum([len(work.columns) for work in works])
-            return [RankOutcome(x) for x in np.split(found[: ends[-1]], ends[:-1])]
+        return self._outcomes(pending.profile, works, found)
+
+    def _outcomes(self, profile: Profile, works: Sequence[SegmentsWork], found: Any) -> list[Outcome]:
+        """One outcome per work, in order, of what a program gave."""
+        if profile.kind == "rank":
+            ends = np.cumsum([0, *(len(work.columns) for work in works)])
+            return [RankOutcome(found[at:end]) for at, end in pairwise(ends)]
         return recommend_outcomes(found, works)
 
     def catch_up(self) -> None:

@@ -29,6 +29,7 @@ from jgr.models.beam import CatalogTables, Filters, Normalize
 from jgr.models.devices import ONE, Devices
 from jgr.models.generators import GeneratorConfig, GeneratorParams, compiler_options
 from jgr.models.quantize import kind_of
+from jgr.models.replicated import ROWS, WHOLE, Replicated
 from jgr.models.words import WORD
 from jgr.ops import split
 from jgr.serving.decoders.device_filters import DeviceFilters
@@ -50,6 +51,8 @@ TIMED_RUNS = 3
 """Runs of each program at the warm-up whose median is its cost, where they are short."""
 TIMED_S = 1.0
 """Seconds after which no further run is timed: noise is small beside a long run, and a large model would start late."""
+FILTERS: Any = Filters(ROWS, ROWS, ROWS, ROWS, ROWS)._replace(segments=WHOLE)  # type: ignore[arg-type]
+"""What devices that part a batch have of its filters."""
 PROBED_TOKENS = 4
 """Tokens of each level that a probe's prompt has."""
 
@@ -254,6 +257,7 @@ class RowExecutor(ProfilePrograms):
         staged = self._staged.setdefault(profile, StagedInputs(_blank(profile), self._devices))
         given = staged.example, self._params, self._tables
         options = compiler_options(self._params)
+        replicas = self._devices if isinstance(self._devices, Replicated) else None
         if profile.kind == "recommend":
             return compiled(
                 _recommend,
@@ -266,6 +270,7 @@ class RowExecutor(ProfilePrograms):
                 normalize=self._normalize,
                 approximate=self._approximate,
                 levels=levels,
+                replicas=replicas,
             )
         return compiled(
             _rank,
@@ -274,6 +279,7 @@ class RowExecutor(ProfilePrograms):
             inputs=staged.layout,
             cfg=self._cfg,
             normalize=self._normalize,
+            replicas=replicas,
         )
 
     def run(self, profile: Profile, works: Sequence[Work]) -> list[Outcome]:
@@ -361,21 +367,37 @@ def _recommend(
     filters: Filters,
     *,
     inputs: TreeLayout,
+    replicas: Replicated | None,
     **static: Any,
 ) -> beam.Beams:
     rows: _Rows = inputs.unpack(words)
-    given = rows.tokens, rows.lengths, rows.widths, filters
-    found: beam.Beams = inspect.unwrap(beam.recommend)(params, tables, *given, **static)
+    given = params, tables, rows.tokens, rows.lengths, rows.widths, filters
+    found: beam.Beams = _parted(beam.recommend, replicas, *given, **static)
     return split.everywhere(found)
 
 
 def _rank(
-    words: jax.Array, params: GeneratorParams, tables: CatalogTables, *, inputs: TreeLayout, **static: Any
+    words: jax.Array,
+    params: GeneratorParams,
+    tables: CatalogTables,
+    *,
+    inputs: TreeLayout,
+    replicas: Replicated | None,
+    **static: Any,
 ) -> jax.Array:
     rows: _Rows = inputs.unpack(words)
-    given = rows.tokens, rows.lengths, rows.leaves
-    scores: jax.Array = inspect.unwrap(beam.rank)(params, tables, *given, **static)
+    given = params, tables, rows.tokens, rows.lengths, rows.leaves
+    scores: jax.Array = _parted(beam.rank, replicas, *given, **static)
     return split.everywhere(scores)
+
+
+def _parted(function: Callable[..., Any], replicas: Replicated | None, *given: Any, **static: Any) -> Any:
+    """function(weights, tables, *given): of devices that have whole weights each, each for its part of the rows."""
+    call = partial(inspect.unwrap(function), **static)
+    if replicas is None:
+        return call(*given)
+    specs = [FILTERS if isinstance(one, Filters) else ROWS for one in given[2:]]
+    return replicas.spread(call, (WHOLE, WHOLE, *specs), ROWS)(*given)
 
 
 def median_seconds(call: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:

@@ -15,6 +15,7 @@ from msgspec import UNSET
 from prometheus_client import Histogram
 
 from jgr.cache.meta import CacheMeta
+from jgr.cache.neighbours import Neighbours
 from jgr.cache.pool import DevicePool
 from jgr.catalog.catalog import Catalog
 from jgr.catalog.prefix_tree import PrefixTree
@@ -74,13 +75,17 @@ class ServedDecoder:
         self.info: ModelInfo = self.translator.info
         self.catalog: Catalog = self.translator.catalog
         self.normalize = self.info.normalize
-        self.meta: CacheMeta | None = None if self.caching is None else self.caching.lease.held
+        self.meta: CacheMeta | Neighbours | None = None if self.caching is None else self.caching.lease.held
         self.pool: DevicePool | None = None if self.caching is None else self.caching.memory.pool
         self._handover_s = 0.0
         self.compares = self.config.cache.shadow > 0
         self._watch = Watch(self.config.cache.max_drift)
         self.metrics.fell_back.set(0)
-        self._cost_tokens = {profile: profile.cost_tokens for profile in self.executors.profiles}
+        rows = self.config.data_parallel.devices  # of a packed batch
+        self._cost_tokens = {
+            profile: profile.cost_tokens * (rows if profile.packed else 1)
+            for profile in self.executors.profiles
+        }
 
     def prepare(self, request: Asked, tenant: str = "", read: Read | None = None) -> Task:
         task = self.translator.prepare(request, tenant, read)

@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol, TypeVar
 from msgspec import UnsetType
 
 from jgr.cache.meta import CacheMeta
+from jgr.cache.neighbours import Neighbours
 from jgr.cache.pool import DevicePool
 from jgr.catalog.catalog import Catalog
 from jgr.config import Config
@@ -91,7 +92,7 @@ class Served(Protocol[T]):
     def catalog(self) -> Catalog: ...
 
     @property
-    def meta(self) -> CacheMeta | None:
+    def meta(self) -> CacheMeta | Neighbours | None:
         """The meta service of its cache; None where nothing is cached."""
 
     @property

@@ -28,7 +28,6 @@ from typing import Any, Generic, TypeVar, overload
 from msgspec import UNSET
 from msgspec.structs import replace
 
-from jgr.cache.meta import CacheMeta
 from jgr.cache.pool import PoolLost
 from jgr.catalog.catalog import Catalog
 from jgr.serving.api import Answer, ModelInfo, Request, Timing
@@ -90,7 +89,7 @@ class Engine(Generic[S]):
         self.metrics: Metrics = served.metrics  # may be shared with the engines of other versions
         self.info: ModelInfo = served.info  # what is served, and the limits on its requests
         self.catalog: Catalog = served.catalog
-        self.meta: CacheMeta | None = served.meta  # of its cache; None where nothing is cached
+        self.meta = served.meta  # of its cache; None where nothing is cached
         self.memory: Mapping[str, int] = served.memory  # bytes of its parts, on device and host
         self.before: Callable[[Any], Awaitable[None]] | None = None
         """What a request waits for before its turn; None: nothing."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 
+import numpy as np
 from msgspec import UNSET
 from prometheus_client import (
     CollectorRegistry,
@@ -27,6 +28,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from jgr.cache.meta import CacheMeta
+from jgr.cache.neighbours import Copied, Neighbours
 from jgr.features.cache import Counts
 from jgr.prompt.layouts import LAYOUTS
 from jgr.serving.api import ModelInfo, Timing, Usage
@@ -61,6 +63,8 @@ TEXTS = {
     "jgr_cache_entries": "Cache entries on the device.",
     "jgr_cache_fragmentation": "Share of the pages of a kind of entries that no valid token fills.",
     "jgr_cache_events": "Events of cache entries since the engine's start, by kind of entry and event.",
+    "jgr_device_item_bytes": "Bytes of cached items that a device read from another one, with data_parallel.devices.",
+    "jgr_device_sent_bytes": "Bytes that went between devices for that, padding included.",
     "jgr_memory_bytes": (
         "Memory that the engine takes, by part; of the pool and the host tier, which models "
         "share, its own share."
@@ -279,7 +283,7 @@ class Metrics:
         """Export `runs()` as the number of runs that were started and have not ended."""
         Gauge("jgr_in_flight", TEXTS["jgr_in_flight"], registry=self.registry).set_function(runs)
 
-    def watch_cache(self, read: Callable[[], CacheMeta | None]) -> None:
+    def watch_cache(self, read: Callable[[], CacheMeta | Neighbours | None]) -> None:
         """Export the state of the cache that `read` gives; None: there is none."""
         self.registry.register(_Cache(read))
 
@@ -396,7 +400,7 @@ class _Compilations(Collector):
 class _Cache(Collector):
     """Exports what a meta service holds, when it is asked."""
 
-    def __init__(self, read: Callable[[], CacheMeta | None]) -> None:
+    def __init__(self, read: Callable[[], CacheMeta | Neighbours | None]) -> None:
         self._read = read
 
     def collect(self) -> Iterator[Metric]:
@@ -427,9 +431,23 @@ class _Cache(Collector):
             labels=["event"],
         )
         names = [f"{kind}_{event}" for kind in meta.kinds for event in ENTRY_EVENTS]
-        for event in (*names, "to_host", "to_device"):
+        for event in (*names, "to_host", "to_device", "from_device"):
             events.add_metric([event], meta.counts[event])
         yield from (pages, entries, waste, events)
+        if isinstance(meta, Neighbours) and meta.reads is not None:
+            yield from _reads(meta.reads)
+
+
+def _reads(reads: Copied) -> Iterator[Metric]:
+    """What devices read from each other, by link."""
+    moved = CounterMetricFamily(
+        "jgr_device_item_bytes", TEXTS["jgr_device_item_bytes"], labels=["from", "to"]
+    )
+    for source, to in np.argwhere(~np.eye(len(reads.bytes), dtype=bool)):
+        moved.add_metric([str(source), str(to)], int(reads.bytes[source, to]))
+    sent = CounterMetricFamily("jgr_device_sent_bytes", TEXTS["jgr_device_sent_bytes"])
+    sent.add_metric([], reads.sent)
+    yield from (moved, sent)
 
 
 class _Memory(Collector):

@@ -19,7 +19,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
 from typing import NamedTuple, Protocol
 
-from jgr.cache.entries import Move
+from jgr.cache.entries import Fetch, Move
 from jgr.config import ConfigError, ProfilesConfig
 from jgr.serving.policies.jobs import KINDS, Job, Kind, Outcome, Profile, Reason, Request, Start
 from jgr.serving.policies.ordering import Key, Ordering
@@ -51,13 +51,15 @@ Loses = Callable[[Sequence[int], int], int]
 class Group(NamedTuple):
     """Jobs for one batch, in order, and their shape.
 
-    prompts: where the segments of each come from. moves: cached entries to be moved before.
+    prompts: where the segments of each come from. moves: cached entries to be moved before; fetches: those to be copied
+    from device to device before.
     """
 
     jobs: tuple[int, ...]
     profile: Profile
     prompts: tuple[PlannedPrompt, ...] = ()
     moves: tuple[Move, ...] = ()
+    fetches: tuple[Fetch, ...] = ()
 
 
 class Grouping(Protocol):
@@ -454,7 +456,7 @@ class Batcher(Policy[Live]):
             return None
         plans = group.prompts or (None,) * len(group.jobs)
         work = tuple(Request(job_id, plan) for job_id, plan in zip(group.jobs, plans, strict=True))
-        return Start(self._runs, lane, group.profile, work, group.moves, self._epoch)
+        return Start(self._runs, lane, group.profile, work, group.moves, self._epoch, group.fetches)
 
     def _believed(self, run: int, outcome: Outcome) -> Outcome:
         doomed = run in self._doomed

@@ -15,7 +15,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from jgr.cache.entries import Move, Stored
+from jgr.cache.entries import Fetch, Move, Stored
 from jgr.serving.policies.sources import PlannedPrompt, UnplannedPrompt
 
 Kind = Literal["recommend", "rank"]
@@ -158,7 +158,8 @@ Work = Request | User | Candidates
 class Start(Struct, frozen=True):
     """Run this work now. run: its number; lane: the number of the device thread; shape: the compiled shape, a decoder's
     profile or a scorer's number of candidates. moves: cached entries to be moved before it. epoch: of the memory pool
-    that the plan names cells of; a pool of another epoch refuses the run."""
+    that the plan names cells of; a pool of another epoch refuses the run. fetches: cached entries to be copied from
+    device to device before it."""
 
     run: int
     lane: int
@@ -166,6 +167,7 @@ class Start(Struct, frozen=True):
     work: tuple[Work, ...]
     moves: tuple[Move, ...] = ()
     epoch: int = 0
+    fetches: tuple[Fetch, ...] = ()
 
     @property
     def jobs(self) -> tuple[int, ...]:
@@ -174,7 +176,7 @@ class Start(Struct, frozen=True):
     @property
     def keeps(self) -> bool:
         """Whether the run may write to the cache."""
-        return bool(self.moves) or any(
+        return bool(self.moves or self.fetches) or any(
             work.plan is not None
             if isinstance(work, Request)
             else isinstance(work, User) and work.place is not None

@@ -54,6 +54,7 @@ from jgr.serving.policies.sources import (
     Source,
     UnplannedPrompt,
 )
+from jgr.serving.policies.token_load import TokenLoad
 
 PLENTY = 4
 """Users like this one that must still find room before the cache counts as having room for it."""
@@ -79,7 +80,7 @@ class PromptScheduler:
         lane: object = None,
         prototypes: PrototypePlace | None = None,
     ) -> None:
-        self._profiles = sorted(profiles, key=lambda p: (p.tokens + p.context, p.batch, p.width))
+        self.profiles = sorted(profiles, key=lambda p: (p.tokens + p.context, p.batch, p.width))
         self.costs = RunCosts()  # those of the policy, once there is one
         self._lane = lane or object()
         self._computed_share = 1.0  # of the planned tokens, those that were computed
@@ -90,11 +91,11 @@ class PromptScheduler:
 
     @property
     def max_width(self) -> int:
-        return max((p.width for p in self._profiles), default=0)
+        return max((p.width for p in self.profiles), default=0)
 
     def fits(self, tokens: int, width: int) -> bool:
         """Whether a request of so many tokens, none of them cached, can be served alone."""
-        return self._first_fit(1, tokens, 0, width) is not None
+        return self.first_fit(1, tokens, 0, width) is not None
 
     def group(
         self,
@@ -106,7 +107,7 @@ class PromptScheduler:
     ) -> Group | None:
         """The batch of the first jobs, or None where they should wait for more."""
         jobs = iter(jobs)
-        if not due and not self._are_many(ahead := list(jobs)):
+        if not due and not self.is_full(ahead := list(jobs)):
             return None
         jobs = jobs if due else iter(ahead)
         chosen: list[Job] = []
@@ -118,7 +119,7 @@ class PromptScheduler:
             prompt, read, written = self._plan(_unplanned(job), now_ns)
             width = used[2] + job.width if job.kind == "rank" else max(used[2], job.width)
             need = [used[0] + prompt.computed_tokens, used[1] + prompt.cached_tokens, width]
-            fitting = self._first_fit(len(chosen) + 1, *need)
+            fitting = self.first_fit(len(chosen) + 1, *need)
             own = [prompt.computed_tokens, prompt.cached_tokens, job.width]
             if fitting is None or (
                 profile and not self._joins(chosen, job, own, profile, fitting, need, begin_ns)
@@ -175,7 +176,7 @@ class PromptScheduler:
         return round(
             min(
                 self.costs.ns(p) * max(tokens / min(p.tokens, self._max_tokens), width / p.width, 1 / p.batch)
-                for p in self._profiles
+                for p in self.profiles
             )
         )
 
@@ -185,7 +186,7 @@ class PromptScheduler:
 
     def compute_ns(self, tokens: int) -> int:
         """What it takes to compute so many more tokens where many wait."""
-        return round(min(self.costs.ns(p) * tokens / min(p.tokens, self._max_tokens) for p in self._profiles))
+        return round(min(self.costs.ns(p) * tokens / min(p.tokens, self._max_tokens) for p in self.profiles))
 
     def would_read_items(
         self, layout: str, user: str, user_tokens: int, item_tokens: int, now_ns: int
@@ -207,7 +208,7 @@ class PromptScheduler:
 
     def load(self, full: bool = False) -> Load:
         """See Grouping."""
-        return _TokenLoad(self)
+        return TokenLoad(self)
 
     def cached_user(self, unplanned: UnplannedPrompt, now_ns: int) -> int | None:
         """How many tokens of a hint's user need not be computed; None: the user is not to be kept. Changes nothing."""
@@ -215,6 +216,14 @@ class PromptScheduler:
         reads = self._policy in KEEP_USERS and self._meta.can_keep("user", len(user))
         if not reads or self._choose(unplanned, now_ns) == ITEMS_FIRST:
             return None
+        return self._meta.valid_tokens(_name(user), user.content, self._lane)
+
+    def kept_of_user(self, job: Job) -> int:
+        """How many tokens of a job's user need not be computed here. Changes nothing."""
+        unplanned = _unplanned(job)
+        if unplanned.fresh or self._policy not in KEEP_USERS:
+            return 0
+        (user,) = of_kind(unplanned.prompt, Kind.USER)
         return self._meta.valid_tokens(_name(user), user.content, self._lane)
 
     def forget(self, user: str) -> int:
@@ -247,7 +256,7 @@ class PromptScheduler:
         if need[0] > self._max_tokens:
             return False
         cost_ns = self.costs.ns(profile)
-        alone = self._first_fit(1, *own)
+        alone = self.first_fit(1, *own)
         if alone is not None and cost_ns > self.costs.ns(before) + self.costs.ns(alone):
             return False
         if begin_ns is None:
@@ -265,16 +274,16 @@ class PromptScheduler:
 
     def _alone(self, job: Job) -> Profile:
         tokens = math.ceil(job.tokens * self._computed_share)
-        found = self._first_fit(1, tokens, job.tokens - tokens, job.width) or self._first_fit(
+        found = self.first_fit(1, tokens, job.tokens - tokens, job.width) or self.first_fit(
             1, job.tokens, 0, job.width
         )
         assert found is not None, "a job that fits no profile was accepted"
         return found
 
-    def _are_many(self, jobs: Sequence[Job]) -> bool:
+    def is_full(self, jobs: Sequence[Job]) -> bool:
         """Whether waiting cannot fill a batch any further, if nothing were cached."""
         total = sum(job.tokens for job in jobs)
-        return total >= self._max_tokens or self._first_fit(len(jobs) + 1, 0, 0, 0) is None
+        return total >= self._max_tokens or self.first_fit(len(jobs) + 1, 0, 0, 0) is None
 
     def _count(self, unplanned: UnplannedPrompt, now_ns: int) -> None:
         """A request counts once it is planned: whoever comes for the first time would else be as hot as one who came
@@ -454,29 +463,14 @@ class PromptScheduler:
         for entry in read:
             self._meta.release(entry)
 
-    def _first_fit(self, requests: int, tokens: int, context: int, width: int) -> Profile | None:
+    def first_fit(self, requests: int, tokens: int, context: int, width: int) -> Profile | None:
         """The cheapest profile that takes so much, the smallest one of equal ones."""
         fitting = (
             p
-            for p in self._profiles
+            for p in self.profiles
             if p.batch >= requests and p.tokens >= tokens and p.context >= context and p.width >= width
         )
         return min(fitting, key=self.costs.ns, default=None)
-
-
-class _TokenLoad:
-    """Jobs that wait, each with its share of full batches; the last one's batch is run whole."""
-
-    def __init__(self, scheduler: PromptScheduler) -> None:
-        self._scheduler = scheduler
-        self._total_ns = 0
-
-    def add(self, job: Job, most_ns: int | None = None) -> int:
-        share_ns = self._scheduler.share_ns(job)
-        end_ns = self._total_ns + max(share_ns, self._scheduler.alone_ns(job))
-        if most_ns is None or end_ns <= most_ns:
-            self._total_ns += share_ns
-        return end_ns
 
 
 def _moved(span: Source, place: int) -> Source:

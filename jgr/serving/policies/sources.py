@@ -148,7 +148,7 @@ class PlannedPrompt(Struct, frozen=True):
     """The sources of a prompt's segments, in the order in which its layout has them.
 
     chosen: item tokens that the program chooses to repair. repaired_tokens: all that are repaired; None: prompts of
-    this layout, or on this server, are not repaired.
+    this layout, or on this server, are not repaired. device: which of the devices that part a batch runs it.
     """
 
     layout: LayoutName
@@ -157,6 +157,7 @@ class PlannedPrompt(Struct, frozen=True):
     cached_tokens: int
     chosen: int = 0
     repaired_tokens: int | None = None
+    device: int = 0
 
     @classmethod
     def of(

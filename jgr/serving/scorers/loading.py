@@ -80,6 +80,8 @@ def load_scorer(folder: Path, config: Config, devices: Devices = ONE) -> ScorerM
         raise ConfigError(
             "embeddings.tables: paged rows are for compiled programs, not executors.build=op_by_op"
         )
+    if config.data_parallel.devices > 1:
+        raise ConfigError("data_parallel.devices: a scorer is served by one device of a process")
     if devices.count > 1 and config.executors.share_user == "cache":
         raise ConfigError(
             "model.tensor_parallel: users of a scorer are kept (executors.share_user) on one device only"

@@ -56,10 +56,10 @@ def items(depth: int) -> Catalog:
     )
 
 
-def folder(path: Path, cfg: GeneratorConfig, catalog: Catalog, *, exported: bool) -> None:
+def folder(path: Path, cfg: GeneratorConfig, catalog: Catalog, *, exported: bool, seed: int = 0) -> None:
     """A model folder with random weights, as `jgr train` or as Hugging Face writes it."""
     drawn = jax.tree.map(
-        lambda x: 3 * np.asarray(x), params.initialize(generator(cfg).spec(cfg), jax.random.key(0))
+        lambda x: 3 * np.asarray(x), params.initialize(generator(cfg).spec(cfg), jax.random.key(seed))
     )
 
     def write_beside(path: Path) -> None:
