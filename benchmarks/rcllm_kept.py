@@ -49,7 +49,7 @@ def code() -> str:
 def answered(
     name: str, methods: Iterable[str], ask: Callable[[], dict[str, Ranked]], folder: Path = FOLDER
 ) -> tuple[dict[str, Ranked], bool]:
-    """Read what `ask` gave for the methods under this name before, or ask now; and say whether it was before. Raises
+    """Return what `ask` gave for the methods under this name before, or gives now, and whether it was before. Raises
     UserError where the file cannot be written."""
     path = folder / f"{name}.npz"
     if path.is_file():

@@ -52,8 +52,9 @@ class ModelConfig:
     # Folder of the weights: one that `jgr train` wrote, a Hugging Face checkpoint, or the name of one on the hub,
     # hf://org/name[@revision].
     path: str = ""
-    # Type of weights and activations. Scores are float32 in either case; bfloat16 halves memory, on GPUs time too.
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    # Type of weights and activations; scores are float32 in either case. Empty: float32, but on a GPU bfloat16 for a
+    # generator whose folder has weights of 16 bits, which halves memory and saves time there.
+    dtype: Literal["", "float32", "bfloat16"] = ""
     # How a generator's layers hold their matrices: in 8 bits, as int8 or fp8 with a factor for each output channel, or
     # as the folder has them where it is empty. All else stays in model.dtype.
     quantize: Literal["", "int8", "fp8"] = ""

@@ -148,7 +148,8 @@ def search_all(
     examples.
     """
     folder, catalog = Path(config.model.path), dataset.catalog
-    cfg, params = checkpoint.load(folder, config.model.dtype, kind=config.model.quantize)
+    dtype = checkpoint.served_dtype(folder, config.model.dtype)
+    cfg, params = checkpoint.load(folder, dtype, kind=config.model.quantize)
     own = folder / "tokenizer.json"
     tokenizer = Tokenizer.from_file(own) if own.exists() else None
     tokens_of = level_tokens(catalog, tokenizer, cfg.vocab_size)

@@ -18,6 +18,7 @@ from safetensors.numpy import load_file, save_file
 
 from jgr.models import checkpoint, decoder, hf
 from jgr.models.params import CheckpointError
+from tools import gpu_target
 
 DEAD = 2**31 - 1
 """A number that no process has."""
@@ -72,6 +73,21 @@ def test_bfloat16_round_trip(tmp_path: Path) -> None:
     hf.export(tmp_path / "out", cfg, params)
     assert_same_bits(hf.load(tmp_path / "out")[1], params)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_weights_of_16_bits_are_served_so_on_a_gpu_alone(tmp_path: Path) -> None:
+    cfg, params = hf.load(HF / "qwen3")
+    hf.export(tmp_path / "half", cfg, jax.tree.map(lambda x: x.astype(jnp.bfloat16), params))
+    hf.export(tmp_path / "whole", cfg, params)
+    checkpoint.save(tmp_path / "own", cfg, params)
+    edit_config(legacy := copy("qwen3", tmp_path / "legacy"), dtype=..., torch_dtype="float16")
+    folders = [tmp_path / "half", tmp_path / "whole", tmp_path / "own", legacy]
+    assert [checkpoint.served_dtype(folder, "") for folder in folders] == ["float32"] * 4
+    with jax.sharding.use_abstract_mesh(gpu_target.ABSTRACT):
+        found = [checkpoint.served_dtype(folder, "") for folder in folders]
+        assert checkpoint.served_dtype(tmp_path / "half", "float32") == "float32"
+    assert found == ["bfloat16", "float32", "float32", "bfloat16"]
+    assert checkpoint.served_dtype(tmp_path / "whole", "bfloat16") == "bfloat16"
 
 
 def test_shards_equal_the_single_file() -> None:

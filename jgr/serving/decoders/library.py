@@ -158,7 +158,8 @@ def library_model(config: Config) -> LibraryModel:
     """The model of a configuration. UserError where there is none, or none that takes a library."""
     folder = open_folder(config)
     files = ModelFiles(folder)
-    cfg, params = checkpoint.load(folder, config.model.dtype, files, kind=config.model.quantize)
+    dtype = checkpoint.served_dtype(folder, config.model.dtype)
+    cfg, params = checkpoint.load(folder, dtype, files, kind=config.model.quantize)
     if not isinstance(cfg, DecoderConfig) or not isinstance(params, DecoderParams):
         raise ConfigError(f"{folder}: a model of family {cfg.family} takes no library")
     tokenizer = Tokenizer.from_file(folder / "tokenizer.json")

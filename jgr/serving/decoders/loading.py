@@ -114,7 +114,8 @@ def load_engine(
 
 
 def _load_model(folder: Path, config: Config, devices: Devices, kinds: Sequence[Kind]) -> Model:
-    files, dtype, kind = ModelFiles(folder), config.model.dtype, config.model.quantize
+    files, kind = ModelFiles(folder), config.model.quantize
+    dtype = checkpoint.served_dtype(folder, config.model.dtype)
     if isinstance(devices, Replicated):
         _check_parallel(config)
 
@@ -163,7 +164,7 @@ def make_engine(
         model.cfg.family,
         model.cfg.layers,
         model.cfg.hidden,
-        kind_of(model.params) or config.model.dtype,
+        kind_of(model.params) or model.params.output_rows.dtype.name,
         devices.count,
         jax.devices()[0].device_kind,
         native.describe(),

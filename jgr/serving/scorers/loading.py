@@ -69,7 +69,7 @@ class ScorerModel:
 @preparing()
 def load_scorer(folder: Path, config: Config, devices: Devices = ONE) -> ScorerModel:
     """Read a scorer's folder. Raises CheckpointError where it is damaged, ConfigError for what scorers cannot do."""
-    if config.model.dtype != "float32":
+    if config.model.dtype not in ("", "float32"):
         raise ConfigError("model.dtype: scorers are served in float32")
     if config.model.quantize:
         raise ConfigError("model.quantize: scorers are served in float32, only generators in 8 bits")
