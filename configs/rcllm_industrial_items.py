@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A decoder that names the next item, each a token of its own: configs/rcllm_industrial.py starts from it."""
+"""A decoder that names the next item, each a token of its own: configs/rcllm_industrial_letters.py starts from it."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ OUT = "runs/rcllm_industrial_items"
 
 def get_config() -> Config:
     return override(
-        load_config(Path(__file__).with_name("rcllm_industrial.py")),
+        load_config(Path(__file__).with_name("rcllm_industrial_letters.py")),
         "model.name=rcllm_industrial_items",
         f"model.path={OUT}",
         "prompt.item={sid}",

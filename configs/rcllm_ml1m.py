@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""As configs/rcllm_industrial.py, on MovieLens 1M: long histories in titles.
+"""As configs/rcllm_industrial_letters.py, on MovieLens 1M: long histories in titles.
 
 jgr prepare --source=movielens-1m-sasrec --raw=FOLDER --out=runs/data/ml1m_titles --bpe_vocab=2000
 jgr ids --data=runs/data/ml1m_titles --method=item
@@ -17,7 +17,7 @@ OUT = "runs/rcllm_ml1m"
 
 def get_config() -> Config:
     return override(
-        load_config(Path(__file__).with_name("rcllm_industrial.py")),
+        load_config(Path(__file__).with_name("rcllm_industrial_letters.py")),
         "model.name=rcllm_ml1m",
         f"model.path={OUT}",
         "prompt.max_items=30",
