@@ -19,8 +19,8 @@ _OWN = ("--method=balanced", "--sizes=128,128", "--collisions=item")
 _FLAT = ("--method=balanced", "--sizes=256", "--collisions=item")
 _TREE = ("--method=balanced", "--sizes=128,128,128", "--collisions=reassign")
 RECIPES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
-    "beauty_own": ("own", _OWN, ()),
-    "beauty_own_flat": ("flat", _FLAT, ("data.catalog=flat",)),
+    "beauty_own": ("own", _OWN, ("data.catalog=own",)),
+    "beauty_own_flat": ("flat", _FLAT, ()),
     "beauty_tree": (
         "tree",
         _TREE,
@@ -33,7 +33,7 @@ RECIPES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     ),
 }
 """By the folder in runs/: the catalog's name, how its ids are made, and settings that differ from the config."""
-CHOSEN = "beauty_own"
+CHOSEN = "beauty_own_flat"
 
 
 def _commands(folder: str) -> tuple[tuple[str, ...], ...]:

@@ -5,11 +5,15 @@
     jgr ids --data=runs/data/beauty_text --method=item
     jgr vectors --config=beauty_text --set data.catalog= --out=runs/data/beauty_words.npy
     jgr vectors --config=beauty_text --set data.catalog= --of=sequences --dims=128 --out=runs/data/beauty_near.npy
-    jgr ids --data=runs/data/beauty_text --name=own --vectors=runs/data/beauty_words.npy,runs/data/beauty_near.npy \
-      --method=balanced --sizes=128,128 --collisions=item
+    jgr ids --data=runs/data/beauty_text --name=flat --vectors=runs/data/beauty_words.npy,runs/data/beauty_near.npy \
+      --method=balanced --sizes=256 --collisions=item
 
-Two codes of 128 tell the model what an item is like, the third lets it learn what holds for no other. Histories are
+One code of 256 tells the model what an item is like, the second lets it learn what holds for no other. Histories are
 short, so a third of their events are left out, anew in each epoch, and targets are smoothed.
+
+Of the four recipes in benchmarks/quality_beauty_text.py it has the best recall@10 of the validation users: .064 after
+4,001 steps, which were 1.75 minutes on an H200 beside six other trainings. With two codes of 128 before the own one it
+was .052, and .060 by three codes of 128, with and without smoothing and left-out events; none had longer.
 """
 
 from pathlib import Path
@@ -26,7 +30,7 @@ def get_config() -> Config:
         f"model.path={OUT}",
         f"train.out={OUT}",
         "data.path=runs/data/beauty_text",
-        "data.catalog=own",
+        "data.catalog=flat",
         "train.steps=6000",
         "train.learning_rate=1e-3",
         "train.weight_decay=0.1",
