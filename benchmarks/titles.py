@@ -443,7 +443,7 @@ TITLES: tuple[tuple[str, str], ...] = (
     ),
     (
         r"h200-http-goodput-share",
-        "Answers in time over what the server can do, worst of all loads up to 3 times it, over HTTP; H200",
+        "Answers in time over what the server can do, worst of loads of .9 to 3 times it, over HTTP; H200",
     ),
     (
         r"h200-http-in-time",

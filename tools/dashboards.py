@@ -188,6 +188,14 @@ BOARDS = (
                 "Fragmentation", "percentunit", (('jgr_cache_fragmentation{model=~"$model"}', "{{kind}}"),)
             ),
             Panel("Events", "short", ((rate("jgr_cache_events_total", "event"), "{{event}}"),)),
+            Panel(
+                "Items read from other devices",
+                "binBps",
+                (
+                    (f"{rate('jgr_device_item_bytes_total')} or vector(0)", "read"),
+                    (f"{rate('jgr_device_sent_bytes_total')} or vector(0)", "sent, with padding"),
+                ),
+            ),
             Panel("Hints", "reqps", ((rate("jgr_hints_total", "outcome"), "{{outcome}}"),)),
             Panel(
                 "Drift against no cache, P99",

@@ -21,11 +21,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any, cast, get_args, get_overloads
 
+import numpy as np
 from absl import flags
 from prometheus_client.core import Metric
 
 import jgr
 from jgr.cache.meta import CacheMeta
+from jgr.cache.neighbours import Copied
 from jgr.cli import console
 from jgr.cli.main import COMMANDS
 from jgr.client import errors, recommender
@@ -46,6 +48,7 @@ STRUCTS = ("Answer", "Item", "Filters", "Prefilled", "ModelInfo")
 FIELD_SETS = {"recommend": "RecommendFields", "rank": "RankFields", "prefill": "PrefillFields"}
 OPEN_LABELS = (
     "endpoint", "status", "model", "version", "size", "part", "le", "front", "replica", "rule",
+    "from", "to",
 )  # fmt: skip
 """Labels whose values are not a fixed set, or too many to be listed."""
 
@@ -278,7 +281,8 @@ def _families() -> list[Metric]:
     front = Series("")
     front.become([""])
     front.routed("", "")
-    return sorted((*shown.registry.collect(), *front.families()), key=lambda family: family.name)
+    devices = metrics.reads_of_devices(cast(Copied, _NO_READS))
+    return sorted((*shown.registry.collect(), *devices, *front.families()), key=lambda family: family.name)
 
 
 _EMPTY_CACHE = types.SimpleNamespace(
@@ -290,6 +294,7 @@ _EMPTY_CACHE = types.SimpleNamespace(
     counts=Counter[str](),
 )
 """What the collector of the cache's series reads, of a cache that holds nothing."""
+_NO_READS = types.SimpleNamespace(bytes=np.zeros((2, 2), np.int64), sent=0)
 
 
 def _labels(family: Metric) -> str:

@@ -143,9 +143,11 @@ def test_every_method_ranks_end_to_end(tmp_path: Path, monkeypatch: pytest.Monke
         raise AssertionError("asked again")
 
     monkeypatch.setattr(rcllm_accuracy, "rank_all", never)
-    again, same = rcllm_accuracy.measure_one(task, tmp_path, (), tmp_path / "kept")
+    for name in ("later", "last"):
+        (tmp_path / name).mkdir()
+    again, same = rcllm_accuracy.measure_one(task, tmp_path / "later", (), tmp_path / "kept")
     assert again == claimed and same[1:] == table[1:] and "full" in same[0]["asked_before"]
     with pytest.raises(AssertionError, match="asked again"):
-        rcllm_accuracy.measure_one(task._replace(asked=(test,)), tmp_path, (), tmp_path / "kept")
+        rcllm_accuracy.measure_one(task._replace(asked=(test,)), tmp_path / "last", (), tmp_path / "kept")
     verdict = table[-1]
     assert set(verdict["rcllm_less"]) == {name for name in methods if name.startswith(("epic", "cache"))}

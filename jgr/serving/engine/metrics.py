@@ -431,14 +431,15 @@ class _Cache(Collector):
             labels=["event"],
         )
         names = [f"{kind}_{event}" for kind in meta.kinds for event in ENTRY_EVENTS]
-        for event in (*names, "to_host", "to_device", "from_device"):
+        moves = ("to_host", "to_device", *(("from_device",) if isinstance(meta, Neighbours) else ()))
+        for event in (*names, *moves):
             events.add_metric([event], meta.counts[event])
         yield from (pages, entries, waste, events)
         if isinstance(meta, Neighbours) and meta.reads is not None:
-            yield from _reads(meta.reads)
+            yield from reads_of_devices(meta.reads)
 
 
-def _reads(reads: Copied) -> Iterator[Metric]:
+def reads_of_devices(reads: Copied) -> Iterator[Metric]:
     """What devices read from each other, by link."""
     moved = CounterMetricFamily(
         "jgr_device_item_bytes", TEXTS["jgr_device_item_bytes"], labels=["from", "to"]
