@@ -18,68 +18,38 @@ the same recipe, reached .216 in 732 steps, and the retriever .300 (233 examples
 scores each candidate by its own token, has .547.
 """
 
-from jgr.config import (
-    BatchingConfig,
-    BeamConfig,
-    CacheConfig,
-    Config,
-    DataConfig,
-    ModelConfig,
-    ProfilesConfig,
-    PromptConfig,
-    RankConfig,
-    TrainConfig,
-)
+from pathlib import Path
+
+from jgr.config import Config, load_config, override
 
 OUT = "runs/rcllm_industrial_letters"
 
 
 def get_config() -> Config:
-    return Config(
-        model=ModelConfig(name="rcllm_industrial_letters", path=OUT),
-        prompt=PromptConfig(template="<bos>{history}", item="{title}{sid}", max_items=10),
-        beam=BeamConfig(width=1),
-        rank=RankConfig(
-            method="list_letter",
-            item="<sid>{title}{sid}",  # the same token begins each candidate, and is nowhere in a history
-            instruction="<sid>{last}",
-            item_span=13,
-            requests=2,
-            tokens=(560, 1120),
-            context=(1120,),
-            candidates=64,
-        ),
-        cache=CacheConfig(
-            policy="blocks", repair_tokens=1, repair_share=0.3, repair_by="attention", device_mb=1024
-        ),
-        profiles=ProfilesConfig(batch=(1,), tokens=(512,), widths=(1,), candidates=(1,)),
-        batching=BatchingConfig(max_tokens=1120),
-        data=DataConfig(kind="prepared", path="runs/data/industrial_titles", catalog="items"),
-        train=TrainConfig(
-            model="ranker",
-            layouts="causal",
-            out=OUT,
-            start="runs/rcllm_industrial_items",
-            steps=20_000,
-            minutes=3.6,
-            batch=64,
-            learning_rate=1e-3,
-            warmup_steps=600,
-            weight_decay=0.1,
-            dropout=0.2,
-            compute="bfloat16",
-            negatives=19,
-            hard_negatives=0.8,
-            retriever="runs/lrurec_industrial",
-            max_items=10,
-            evaluate_every=400,
-            checkpoint_every=20_000,
-            validation_examples=4532,
-            hidden=256,
-            layers=4,
-            heads=8,
-            kv_heads=2,
-            head_dim=32,
-            mlp=448,
-        ),
+    return override(
+        load_config(Path(__file__).with_name("rcllm_industrial.py")),
+        "model.name=rcllm_industrial_letters",
+        f"model.path={OUT}",
+        "rank.method=list_letter",
+        "rank.item=<sid>{title}{sid}",  # the same token begins each candidate, and is nowhere in a history
+        "rank.item_span=13",
+        "rank.tokens=560,1120",
+        "rank.context=1120",
+        "batching.max_tokens=1120",
+        f"train.out={OUT}",
+        "train.start=runs/rcllm_industrial_items",
+        "train.steps=20000",
+        "train.minutes=3.6",
+        "train.batch=64",
+        "train.micro_batches=1",
+        "train.warmup_steps=600",
+        "train.dropout=0.2",
+        "train.compute=bfloat16",
+        "train.hard_negatives=0.8",
+        "train.evaluate_every=400",
+        "train.checkpoint_every=20000",
+        "train.validation_examples=4532",
+        "train.hidden=256",
+        "train.heads=8",
+        "train.mlp=448",
     )

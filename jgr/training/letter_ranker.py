@@ -154,15 +154,12 @@ def letter_loss(
 
     def loss(weights: DecoderParams, rows: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
         candidates_key, order_key, dropout_key = jax.random.split(key, 3)
-        batch, place = len(rows), jnp.arange(rows.shape[1] - 1)
+        batch = len(rows)
         cut = (rows >= 0).sum(1) - 1
-        history = jnp.where(place < cut[:, None], rows[:, :-1], -1)
-        targets = jnp.take_along_axis(rows, cut[:, None], axis=1)[:, 0]
-        drawn = ranker.draw_candidates(
-            candidates_key, log_weights(history), history, targets, train.negatives
+        history, targets = ranker.history_and_targets(rows, cut)
+        candidates = ranker.draw_shuffled(
+            (candidates_key, order_key), log_weights(history), history, targets, train.negatives
         )
-        anyhow = jnp.where(drawn >= 0, jax.random.uniform(order_key, drawn.shape), 2.0)
-        candidates = jnp.take_along_axis(drawn, jnp.argsort(anyhow, axis=1), axis=1)
         drop = None if train.dropout == 0 else lambda x, k: dropout(x, k, train.dropout)
         found = answers(
             weights, model, text, history, candidates, drop=drop, key=None if drop is None else dropout_key,
@@ -178,7 +175,7 @@ def letter_loss(
         expected = jax.lax.stop_gradient(jax.nn.softmax(found.match, axis=1))
         beyond = jax.nn.logsumexp(found.scores, axis=1)[:, None] - found.scores
         places = jax.nn.logsumexp(found.place, axis=2) - jnp.diagonal(found.place, axis1=1, axis2=2)
-        following = jnp.where(place < cut[:, None], rows[:, 1:], -1)
+        following = ranker.following_items(rows, cut)
         total = (
             nats(found.scores)
             + nats(found.match)

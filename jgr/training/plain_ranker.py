@@ -157,22 +157,19 @@ def ranking_loss(
 
     def loss(weights: DecoderParams, rows: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
         cut_key, candidates_key, order_key, dropout_key = jax.random.split(key, 4)
-        batch, place = len(rows), jnp.arange(rows.shape[1] - 1)
+        batch = len(rows)
         cut = ranker.cuts(cut_key, rows)
-        history = jnp.where(place < cut[:, None], rows[:, :-1], -1)
-        targets = jnp.take_along_axis(rows, cut[:, None], axis=1)[:, 0]
-        drawn = ranker.draw_candidates(
-            candidates_key, log_weights(history), history, targets, train.negatives
+        history, targets = ranker.history_and_targets(rows, cut)
+        candidates = ranker.draw_shuffled(
+            (candidates_key, order_key), log_weights(history), history, targets, train.negatives
         )
-        anyhow = jnp.where(drawn >= 0, jax.random.uniform(order_key, drawn.shape), 2.0)
-        candidates = jnp.take_along_axis(drawn, jnp.argsort(anyhow, axis=1), axis=1)
         drop = None if train.dropout == 0 else lambda x, k: dropout(x, k, train.dropout)
         scores, read = candidate_scores(
             weights, model, text, history, candidates, drop=drop, key=None if drop is None else dropout_key
         )
         asked = (candidates == targets[:, None]) & (candidates >= 0)
         nats = jax.nn.logsumexp(scores, axis=1) - jnp.where(asked, scores, 0.0).sum(1)
-        following = jnp.where(place < cut[:, None], rows[:, 1:], -1)
+        following = ranker.following_items(rows, cut)
         ends = lay_out(text, history, candidates).ends
         next_item = next_item_nats(weights, text, read, ends, following, train.devices)
         return nats.sum() + next_item, jnp.float32(batch)

@@ -240,6 +240,30 @@ def draw_candidates(
     return jnp.where(largest == -jnp.inf, -1, found).astype(jnp.int32)
 
 
+def draw_shuffled(
+    keys: tuple[jax.Array, jax.Array],
+    log_weights: jax.Array,
+    history: jax.Array,
+    targets: jax.Array,
+    negatives: int,
+) -> jax.Array:
+    """Draw candidates as `draw_candidates` does, in random order, those that are none behind. keys: of both draws."""
+    drawn = draw_candidates(keys[0], log_weights, history, targets, negatives)
+    place = jnp.where(drawn >= 0, jax.random.uniform(keys[1], drawn.shape), 2.0)
+    return jnp.take_along_axis(drawn, jnp.argsort(place, axis=1), axis=1)
+
+
+def history_and_targets(rows: jax.Array, cut: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """What stands before the cuts [B] of windows [B, N + 1], as [B, N], -1 on the right; and at them, [B]."""
+    before = jnp.arange(rows.shape[1] - 1) < cut[:, None]
+    return jnp.where(before, rows[:, :-1], -1), jnp.take_along_axis(rows, cut[:, None], axis=1)[:, 0]
+
+
+def following_items(rows: jax.Array, cut: jax.Array) -> jax.Array:
+    """The next item of each item before the cuts [B] of windows [B, N + 1], as [B, N], -1 on the right."""
+    return jnp.where(jnp.arange(rows.shape[1] - 1) < cut[:, None], rows[:, 1:], -1)
+
+
 def cuts(key: jax.Array, rows: jax.Array) -> jax.Array:
     """Where each window [B, N + 1] is cut, [B]: the place of its target. Late ones are likelier."""
     most = (rows >= 0).sum(axis=1) - 1
@@ -252,10 +276,8 @@ def ranking_loss(model: DecoderConfig, text: Text, log_weights: LogWeights, trai
 
     def loss(weights: DecoderParams, rows: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
         cut_key, candidates_key, layout_key, dropout_key = jax.random.split(key, 4)
-        batch, place = len(rows), jnp.arange(rows.shape[1] - 1)
-        cut = cuts(cut_key, rows)
-        history = jnp.where(place < cut[:, None], rows[:, :-1], -1)
-        targets = jnp.take_along_axis(rows, cut[:, None], axis=1)[:, 0]
+        batch, cut = len(rows), cuts(cut_key, rows)
+        history, targets = history_and_targets(rows, cut)
         candidates = draw_candidates(candidates_key, log_weights(history), history, targets, train.negatives)
         if train.layouts == "both":
             items_first = jax.random.bernoulli(layout_key, 0.5, (batch,))
@@ -272,12 +294,12 @@ def ranking_loss(model: DecoderConfig, text: Text, log_weights: LogWeights, trai
             drop=drop,
             key=None if drop is None else dropout_key,
             attention=candidate_attention(
-                len(text.prefix) + len(place), 1 + train.negatives, text.span, train.layouts
+                len(text.prefix) + history.shape[1], 1 + train.negatives, text.span, train.layouts
             ),
         )
         nats = jax.nn.logsumexp(scores, axis=1) - scores[:, 0]
-        following = jnp.where(place < (cut - items_first)[:, None], rows[:, 1:], -1)
-        read = hidden[:, len(text.prefix) : len(text.prefix) + len(place)]
+        following = following_items(rows, cut - items_first)
+        read = hidden[:, len(text.prefix) : len(text.prefix) + history.shape[1]]
         real = following >= 0
         share = real / jnp.maximum(real.sum(axis=1, keepdims=True), 1)
         items = weights.output_rows[jnp.asarray(text.own)]
