@@ -48,7 +48,7 @@ setup(
             "jgr_native._kernels",
             ["src/handlers.cc", "src/generic.cc", *(FLAGS if X86 else ())],
             include_dirs=["src"],
-            depends=["src/kernels.h", "src/kernels.inc", "src/parallel.h"],
+            depends=["src/kernels.h", "src/kernels.inc", "src/beams.inc", "src/parallel.h"],
             extra_compile_args=[*COMMON, "-isystem", jax.ffi.include_dir()],
             language="c++",
         )

@@ -387,13 +387,20 @@ def decode(
     start = lengths if start is None else start
     positions = jnp.broadcast_to((start + len(beams.k))[:, None], tokens.shape)
     turn = rotations(cfg, positions)
+    native = native_weights(params.layers, tokens)
 
     def layer_step(
-        h: jax.Array, xs: tuple[LayerParams | JoinedLayer, ContextKV, BeamKV]
+        h: jax.Array, xs: tuple[LayerParams | JoinedLayer, ContextKV, BeamKV, jax.Array]
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        layer, shared, own = xs
+        layer, shared, own, number = xs
         with jax.named_scope("attention"):
-            q, k, v = heads_of(cfg, layer, h, turn)
+            if native is None:
+                q, k, v = heads_of(cfg, layer, h, turn)
+            else:
+                given = h, native[0], number, *turn
+                asked, k, v = attention_inputs(*given, eps=cfg.norm_eps, head=cfg.head_dim)
+                assert asked is not None
+                q, k, v = asked, k.swapaxes(1, 2), v.swapaxes(1, 2)
             own_k, own_v = own.of_layer(k, v)
             call = q, shared.k, shared.v, lengths, own_k, own_v, ancestors
             if isinstance(attention, str):
@@ -401,15 +408,18 @@ def decode(
             else:
                 out = attention(*call)
             out = out.reshape(*h.shape[:-1], -1)
-            if not isinstance(layer, JoinedLayer):
+            if native is None and not isinstance(layer, JoinedLayer):
                 h = h + dense(out, layer.wo)
         with jax.named_scope("mlp"):
+            if native is not None:
+                return layer_output(h, out, native[1], number, eps=cfg.norm_eps), (k, v)
             if isinstance(layer, JoinedLayer):
                 return joined_layers.output(layer, h, out, cfg.norm_eps), (k, v)
             return h + _mlp(cfg, layer, h), (k, v)
 
     with jax.named_scope("decode"):
-        h, new = over_layers(layer_step, split.rows(params.embed, tokens), params.layers, context, beams)
+        given_layers = params.layers, context, beams, jnp.arange(cfg.layers)
+        h, new = over_layers(layer_step, split.rows(params.embed, tokens), *given_layers)
         return rms_norm(h, params.norm, cfg.norm_eps), beams.plus(*new)
 
 

@@ -19,9 +19,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-INTERFACE = 2
+INTERFACE = 3
 """The calls that this version of jgr makes; the library must have the same number."""
-CALLS = ("attention", "inputs", "output")
+CALLS = ("attention", "beam_attention", "inputs", "output")
 COLUMNS = 64
 """The most columns of a panel of packed weights, over all instruction sets; see `packed_size`."""
 

@@ -145,6 +145,43 @@ ffi::Error attention(ffi::ThreadPool pool, Floats q, Floats k, Floats v, Ints qu
   return ffi::Error::Success();
 }
 
+// q [B, W, H, d]; k, v [B, K, T, d], of which lengths [B] tokens are real; own_k, own_v [B, S, W, K, d]; ancestors
+// [B, S, W]; widths [B], the beams of each request.
+ffi::Error beam_attention(ffi::ThreadPool pool, Floats q, Floats k, Floats v, Ints lengths, Floats own_k, Floats own_v,
+                          Ints ancestors, Ints widths, Made out) {
+  Check check;
+  check.that(q.dimensions().size() == 4 && k.dimensions().size() == 4 && own_k.dimensions().size() == 5,
+             "q and k must have four dimensions, own_k five");
+  if (check.failed()) return check.error();
+  BeamAttention call{};
+  call.batch = q.dimensions()[0], call.width = q.dimensions()[1], call.heads = q.dimensions()[2];
+  call.dim = q.dimensions()[3], call.kv_heads = k.dimensions()[1], call.tokens = k.dimensions()[2];
+  call.slots = own_k.dimensions()[1];
+  const Shape own{call.batch, call.slots, call.width, call.kv_heads, call.dim};
+  check.is("k", k, {call.batch, call.kv_heads, call.tokens, call.dim})
+      .is("v", v, {call.batch, call.kv_heads, call.tokens, call.dim})
+      .is("lengths", lengths, {call.batch})
+      .is("own_k", own_k, own)
+      .is("own_v", own_v, own)
+      .is("ancestors", ancestors, {call.batch, call.slots, call.width})
+      .is("widths", widths, {call.batch})
+      .is("out", *out, {call.batch, call.width, call.heads, call.dim})
+      .that(call.slots > 0, "there must be a slot")
+      .that(call.kv_heads > 0 && call.heads % call.kv_heads == 0, "heads must be a multiple of kv_heads");
+  if (check.failed()) return check.error();
+  call.q = q.typed_data(), call.k = k.typed_data(), call.v = v.typed_data(), call.out = out->typed_data();
+  call.own_k = own_k.typed_data(), call.own_v = own_v.typed_data(), call.lengths = lengths.typed_data();
+  call.ancestors = ancestors.typed_data(), call.widths = widths.typed_data();
+
+  const Kernels& kernels = best();
+  const int64_t blocks = panels(kernels, call.width * (call.heads / call.kv_heads));
+  parallel(pool, call.batch * call.kv_heads * blocks, [call, blocks, &kernels](int64_t item) {
+    const int64_t head = item / blocks;
+    kernels.attend_beams(call, head / call.kv_heads, head % call.kv_heads, item % blocks, room(kernels.beams_room(call)));
+  });
+  return ffi::Error::Success();
+}
+
 // ---- matmuls ---------------------------------------------------------------------------------------------------
 
 // A stack of matrices [layers, rows, columns], of which one is packed into panels.
@@ -314,6 +351,7 @@ ffi::Error output(ffi::ThreadPool pool, Floats h, Floats attended, Ints number, 
 #define JGR_EXPORT extern "C" __attribute__((visibility("default")))
 
 JGR_EXPORT XLA_FFI_Error* jgr_native_attention(XLA_FFI_CallFrame*);
+JGR_EXPORT XLA_FFI_Error* jgr_native_beam_attention(XLA_FFI_CallFrame*);
 JGR_EXPORT XLA_FFI_Error* jgr_native_inputs(XLA_FFI_CallFrame*);
 JGR_EXPORT XLA_FFI_Error* jgr_native_output(XLA_FFI_CallFrame*);
 JGR_EXPORT const char* jgr_native_kernels();
@@ -336,6 +374,11 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
     jgr_native_attention, jgr::attention,
     ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<jgr::Floats>().Arg<jgr::Floats>().Arg<jgr::Floats>().Arg<jgr::Ints>()
         .Arg<jgr::Ints>().Ret<ffi::Buffer<ffi::F32>>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    jgr_native_beam_attention, jgr::beam_attention,
+    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<jgr::Floats>().Arg<jgr::Floats>().Arg<jgr::Floats>().Arg<jgr::Ints>()
+        .Arg<jgr::Floats>().Arg<jgr::Floats>().Arg<jgr::Ints>().Arg<jgr::Ints>().Ret<ffi::Buffer<ffi::F32>>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     jgr_native_inputs, jgr::inputs,

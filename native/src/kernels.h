@@ -29,6 +29,14 @@ struct Attention {
   const Bounds* key_bounds;  // [batch, key blocks]
 };
 
+// A call of beam attention; shapes as in jgr.ops.beam_attention. ancestors and widths may be any numbers.
+struct BeamAttention {
+  const float *q, *k, *v, *own_k, *own_v;
+  const int32_t *lengths, *ancestors, *widths;
+  float* out;
+  int64_t batch, width, tokens, slots, heads, kv_heads, dim;
+};
+
 // The projections in front of an attention, of rows [rows, hidden]; a row is a token. Null where there is none.
 struct Inputs {
   const float *h, *norm, *cos, *sin;       // cos, sin: [rows, dim / 2]
@@ -64,6 +72,8 @@ struct Kernels {
   void (*pack)(const Stored&, int64_t rows, int64_t columns, int64_t panel, float* packed);
   int64_t (*attention_room)(const Attention&);  // floats of working memory for a block, and for a range of rows
   void (*attend)(const Attention&, int64_t row, int64_t kv_head, int64_t block, float* room);
+  int64_t (*beams_room)(const BeamAttention&);
+  void (*attend_beams)(const BeamAttention&, int64_t row, int64_t kv_head, int64_t block, float* room);
   int64_t (*inputs_room)(const Inputs&, int64_t rows);
   void (*inputs)(const Inputs&, int64_t first, int64_t rows, float* room);
   int64_t (*output_room)(const Output&, int64_t rows);

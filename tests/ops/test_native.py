@@ -21,7 +21,12 @@ import pytest
 from hypothesis import given, settings
 
 from jgr.models import decoder, params
+from jgr.models.kv import BeamKV
 from jgr.ops import decoder_layer, native
+from jgr.ops.beam_attention import beam_attention
+from jgr.ops.beam_attention import native as beams_form
+from jgr.ops.beam_attention.arguments import Arguments as OfBeams
+from jgr.ops.beam_attention.cases import OP as OF_BEAMS
 from jgr.ops.decoder_layer.cases import OF_INPUTS, OF_OUTPUT
 from jgr.ops.quantized import Quantized
 from jgr.ops.segment_attention import Arguments, Causal, segment_attention
@@ -31,6 +36,7 @@ from jgr.ops.testing import Case, OpCases
 from jgr.prompt.layouts import Tokens
 from tests.native import installed
 from tests.noise import noisy
+from tests.ops.test_beam_attention import loop as beams_by_loop
 from tests.ops.test_segment_attention import CHEAP, anything, loop, rule, values
 
 pytestmark = [pytest.mark.native, pytest.mark.usefixtures("native_library")]
@@ -176,6 +182,90 @@ def test_what_stands_in_padding_has_no_effect(kernels: str) -> None:
     assert not got[0, 130:].any() and not got[1, 3:].any()
 
 
+MANY = dict(
+    tokens=230,
+    lengths=(230, 97, 0, 96),
+    widths=(45, 3, 45, 0),
+    width=45,
+    slots=18,
+    heads=6,
+    kv_heads=2,
+    dim=21,
+)
+"""Three blocks of keys, of which the last is not full; more slots than are looked at together; a size of heads that no
+vector divides; a search that has ended, and one without a prompt."""
+BEAMS = {case.name: case for case in (*OF_BEAMS.tagged("ci"), Case("many", MANY))}
+
+
+@functools.partial(jax.jit, compiler_options=CHEAP)
+def attend_beams(arrays: dict[str, Any]) -> jax.Array:
+    return beams_form.beam_attention(OfBeams(**arrays))
+
+
+@functools.cache
+def of_beams(name: str) -> tuple[dict[str, Any], Array]:
+    arrays = OF_BEAMS.draw(BEAMS[name], jnp.float32)
+    return arrays, beams_by_loop(arrays)
+
+
+@pytest.mark.parametrize("name", BEAMS)
+def test_attention_of_beams_equals_the_loop(kernels: str, name: str) -> None:
+    arrays, want = of_beams(name)
+    np.testing.assert_allclose(attend_beams(arrays), want, atol=3e-6)
+
+
+def test_padding_and_dead_beams_have_no_effect_on_others(kernels: str) -> None:
+    """Nor are ancestors that do not exist read from elsewhere; here those of dead beams."""
+    arrays = {name: np.array(x) for name, x in of_beams("many")[0].items()}
+    for b, width in enumerate(arrays["widths"]):
+        arrays["ancestors"][b] %= max(width, 1)
+    want = np.asarray(attend_beams(arrays))
+    for b, (length, width) in enumerate(zip(arrays["lengths"], arrays["widths"], strict=True)):
+        arrays["context_k"][b, :, length:] = arrays["context_v"][b, :, length:] = np.nan
+        arrays["q"][b, width:] = np.nan
+        arrays["beam_k"][b, :, width:] = arrays["beam_v"][b, :, width:] = np.nan
+        arrays["ancestors"][b, :, width:] = [[-1], [2**31 - 1]] * 9
+    got = np.asarray(attend_beams(arrays))
+    np.testing.assert_array_equal(got, want)
+    assert not got[1, 3:].any() and not got[3].any()
+
+
+def test_numbers_out_of_range_read_what_is_there(kernels: str) -> None:
+    """As the nearest number that exists."""
+    arrays = {name: np.array(x) for name, x in of_beams("many")[0].items()}
+    nearest = dict(lengths=[230, 0, 230, 0], widths=[45, 0, 45, 0])
+    arrays |= {name: np.array(x, np.int32) for name, x in nearest.items()}
+    arrays["ancestors"][0, 0, :2] = 0, 44
+    want = np.asarray(attend_beams(arrays))
+    far = dict(lengths=[231, -1, 2**31 - 1, -(2**31)], widths=[2**31 - 1, -1, 46, -(2**31)])
+    arrays |= {name: np.array(x, np.int32) for name, x in far.items()}
+    arrays["ancestors"][0, 0, :2] = -(2**31), 45
+    np.testing.assert_array_equal(attend_beams(arrays), want)
+
+
+def test_attention_of_beams_says_what_does_not_fit() -> None:
+    good = {name: np.asarray(x) for name, x in of_beams("widths")[0].items()}
+    wrong = {
+        "beam_v": r"own_v is \[2, 2, 9, 2, 47\], and must be \[2, 2, 9, 2, 48\]",
+        "context_v": r"v is \[2, 2, 70, 47\], and must be \[2, 2, 70, 48\]",
+        "lengths": r"lengths is \[1\], and must be \[2\]",
+        "ancestors": r"ancestors is \[2, 2, 8\], and must be \[2, 2, 9\]",
+    }
+    for name, message in wrong.items():
+        short = good[name][:1] if name == "lengths" else good[name][..., :-1]
+        with pytest.raises(Exception, match=message):
+            jax.block_until_ready(beams_form.beam_attention(OfBeams(**{**good, name: short})))
+
+
+def test_auto_takes_the_attention_of_beams_where_they_are_many() -> None:
+    def calls(width: int, dtype: Any = jnp.float32) -> bool:
+        shape = dict(tokens=5, lengths=(5,), width=width, slots=1, heads=2, kv_heads=1, dim=8)
+        text = jax.jit(beam_attention).lower(**OF_BEAMS.draw(Case("", shape), dtype)).as_text()
+        return "jgr_native_beam_attention" in text
+
+    assert calls(16) and not calls(15) and not calls(16, jnp.bfloat16)
+
+
 FAMILIES = {
     "qwen2": dict(kv_heads=2, head_dim=16, hidden=48),
     "qwen3": dict(kv_heads=4, head_dim=32, hidden=64),
@@ -209,6 +299,39 @@ def test_prompts_of_decoders_equal_those_by_xla(family: Any) -> None:
             prompts(**given_options), prompts(attention="xla", **given_options), strict=True
         ):
             np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * max(1.0, np.abs(want).max()))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_beams_of_decoders_equal_those_by_xla(family: Any) -> None:
+    """Hidden states, keys and values of a second token, for 66 beams of two requests."""
+    sizes: dict[str, Any] = dict(vocab_size=300, layers=2, heads=4, mlp=100, rope_theta=1e4, norm_eps=1e-6)
+    cfg = decoder.DecoderConfig(family=family, tied=True, max_position=512, **sizes, **FAMILIES[family])
+    weights = noisy(params.initialize(decoder.spec(cfg), jax.random.key(0)), 0.05)
+    rng = np.random.default_rng(3)
+    context = [rng.standard_normal((2, 2, cfg.kv_heads, 40, cfg.head_dim), np.float32) for _ in range(2)]
+    earlier = [(rng.standard_normal((2, 2, 33, cfg.kv_heads, cfg.head_dim), np.float32),) for _ in range(2)]
+    tokens, ancestors = rng.integers(0, 300, (2, 33)), rng.integers(0, 33, (2, 2, 33))
+    ancestors[:, 1] = np.arange(33)
+
+    def beams() -> Any:
+        given = decoder.ContextKV(*context), jnp.array([40, 7]), BeamKV(*earlier), jnp.asarray(ancestors)
+        program = jax.jit(
+            lambda weights: decoder.decode(weights, cfg, jnp.asarray(tokens), *given), compiler_options=CHEAP
+        ).lower(weights)
+        calls = [name in program.as_text() for name in ("native_inputs", "native_output", "native_beam")]
+        hidden, own = program.compile()(weights)
+        return calls, hidden, own.k[1], own.v[1]
+
+    calls, *found = beams()
+    assert calls == [True] * 3
+    native.use(False)
+    try:
+        calls, *expected = beams()
+    finally:
+        native.use(True)
+    assert calls == [False] * 3
+    for got, want in zip(found, expected, strict=True):
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * max(1.0, np.abs(want).max()))
 
 
 def test_auto_takes_the_kernels_unless_they_are_switched_off() -> None:

@@ -9,15 +9,16 @@ from typing import Any
 import jax
 
 from jgr.ops import split
-from jgr.ops.beam_attention import pallas_triton, reference, xla
+from jgr.ops.beam_attention import native, pallas_triton, reference, xla
 from jgr.ops.beam_attention.arguments import Arguments
 from jgr.ops.beam_attention.reorder import reorder_beam_kv
-from jgr.ops.dispatch import Implementation, dispatch, kernel
+from jgr.ops.dispatch import Implementation, dispatch, kernel, on_cpu
 
 __all__ = ["beam_attention", "reorder_beam_kv"]
 
 IMPLEMENTATIONS = (
     *kernel(pallas_triton.beam_attention, pallas_triton.interpreted, pallas_triton.supports),
+    on_cpu(native.beam_attention, native.supports),
     Implementation("xla", xla.beam_attention),
     Implementation("reference", reference.beam_attention),
 )
