@@ -119,8 +119,7 @@ def search_without_tree(
 ) -> tuple[jax.Array, jax.Array]:
     """Beam search in which every token of a level may follow: sequences [B, W, depth] int32, best first, and scores.
 
-    tokens_of: the tokens of each level [V]; heads: for each level its rows of the output head [V, D]. V is a multiple
-    of 128.
+    tokens_of: the tokens of each level [V]; heads: for each level its rows of the output head [V, D].
     """
     batch = tokens.shape[0]
     hidden, state = decoder.begin(weights, cfg, tokens, lengths)
@@ -133,28 +132,12 @@ def search_without_tree(
             ancestors = jnp.concatenate([ancestors, rows[:, None]], axis=1)
             hidden, state = decoder.advance(weights, cfg, sequences[:, -1], state, ancestors)
         logits = jnp.einsum("bwd,vd->bwv", hidden, head, preferred_element_type=jnp.float32)
-        scores, at = _best(logits, scores, width)
+        scores, at = select.best_tokens(logits, scores, width)
         parents, chosen = at // len(names), names[at % len(names)]
         sequences = jnp.take_along_axis(sequences, parents[:, None], axis=2)
         sequences = jnp.concatenate([sequences, chosen[:, None]], axis=1)
         ancestors = jnp.take_along_axis(ancestors, parents[:, None], axis=2)
     return sequences.transpose(0, 2, 1), scores
-
-
-def _best(logits: jax.Array, scores: jax.Array, width: int) -> tuple[jax.Array, jax.Array]:
-    """The best continuations of all beams, found as the constrained step finds them."""
-    batch, beams, _ = logits.shape
-    blocks = logits.reshape(batch, beams, -1, select.BLOCK)
-    norm = jax.nn.logsumexp(logits, axis=-1)
-    maxima = scores[..., None] + (blocks.max(axis=-1) - norm[..., None])
-    per_beam = blocks.shape[2]
-
-    def values(chosen: jax.Array) -> jax.Array:
-        x = jnp.take_along_axis(blocks.reshape(batch, -1, select.BLOCK), chosen[..., None], axis=1)
-        score, mass = (jnp.take_along_axis(v, chosen // per_beam, axis=1)[..., None] for v in (scores, norm))
-        return score + (x - mass)
-
-    return select.top_of_blocks(maxima.reshape(batch, -1), values, select.BLOCK, width)
 
 
 class Free:

@@ -27,6 +27,7 @@ from jgr.data.interactions import Examples
 from jgr.evaluation.served import EvaluationError
 from jgr.models import beam, checkpoint
 from jgr.models.generators import GeneratorConfig, GeneratorParams, generator
+from jgr.ops.constrained_topk import select
 from jgr.prompt.tokens import PromptBuilder, Tokenizer, level_tokens
 
 Int32 = npt.NDArray[np.int32]
@@ -63,15 +64,10 @@ def search(
         if level > 0:
             ancestors = jnp.concatenate([ancestors, rows[:, None]], axis=1)
             hidden, state = model.advance(params, cfg, sequences[:, -1], state, ancestors)
-        # The best `width` of all are among the best `width` of each beam.
         logits, first = model.next_logits(params, cfg, hidden, level)
-        each = min(width, logits.shape[-1])
-        values, chosen = jax.lax.top_k(jax.nn.log_softmax(logits), each)
-        flat = (scores[..., None] + values).reshape(batch, -1)
-        flat = jnp.pad(flat, ((0, 0), (0, max(0, width - flat.shape[1]))), constant_values=-jnp.inf)
-        scores, at = jax.lax.top_k(flat, width)
+        scores, at = select.best_tokens(logits, scores, width)
         at = jnp.where(jnp.isneginf(scores), 0, at)
-        parents, chosen = at // each, jnp.take_along_axis(chosen.reshape(batch, -1), at, axis=1)
+        parents, chosen = jnp.divmod(at, logits.shape[-1])
         sequences = jnp.take_along_axis(sequences, parents[:, None], axis=2)
         sequences = jnp.concatenate([sequences, first + chosen[:, None]], axis=1)
         ancestors = jnp.take_along_axis(ancestors, parents[:, None], axis=2)

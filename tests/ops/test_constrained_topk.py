@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from jgr.catalog.child_bitmaps import wide_children
 from jgr.ops.constrained_topk import BeamStep, StepFilter, TreeLevel, constrained_topk, heap, packed_capacity
 from jgr.ops.constrained_topk.cases import OP, tree_level
-from jgr.ops.constrained_topk.select import top_k
+from jgr.ops.constrained_topk.select import best_tokens, top_k
 from jgr.ops.testing import Case
 
 FILTERS = ["none", "deny", "allow", "segment", "mixed"]
@@ -225,6 +225,26 @@ def test_the_best_blocks_hold_the_best_in_the_order_of_a_stable_sort(values: lis
     np.testing.assert_array_equal(scores[0], row[want])
     alive = np.isfinite(row[want])
     np.testing.assert_array_equal(np.asarray(index[0])[alive], want[alive])
+
+
+@pytest.mark.parametrize(("vocabulary", "width"), [(300, 40), (256, 40), (5, 20)])
+def test_the_best_of_all_tokens_are_those_of_a_stable_sort(vocabulary: int, width: int) -> None:
+    """With ties within a beam and between beams, dead beams, tokens that may not be, and too few of all."""
+    rng = np.random.default_rng(vocabulary)
+    logits = rng.integers(-2, 3, (2, 4, vocabulary)).astype(np.float32)
+    logits[:, 2] = np.roll(logits[:, 1], 1, axis=-1)  # another beam with the same sum
+    logits[0, 1, :3] = -np.inf
+    scores = np.array([[0, -1, -1, -np.inf], [-np.inf, -0.5, -np.inf, -3]], np.float32)
+    got, index = (np.asarray(x) for x in jax.jit(best_tokens, static_argnums=2)(logits, scores, width))
+    exact = logits.astype(np.float64)
+    flat = scores[..., None] + exact - np.log(np.exp(exact).sum(-1, keepdims=True))
+    for row, values in enumerate(flat.reshape(2, -1)):
+        want = np.argsort(-values.round(5), kind="stable")[:width]
+        alive = np.isfinite(values[want])
+        np.testing.assert_allclose(got[row, : len(want)], values[want], atol=1e-5)
+        assert np.isneginf(got[row, len(want) :]).all()
+        np.testing.assert_array_equal(index[row, : len(want)][alive], want[alive])
+        assert ((index >= 0) & (index < 4 * vocabulary)).all()
 
 
 @settings(max_examples=60, deadline=None)

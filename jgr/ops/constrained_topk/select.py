@@ -14,6 +14,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from jgr.ops.exponential import exp_negative
+
 BLOCK = 128
 
 
@@ -45,3 +47,33 @@ def top_k(values: jax.Array, k: int, block: int = BLOCK) -> tuple[jax.Array, jax
         block,
         k,
     )
+
+
+def best_tokens(logits: jax.Array, scores: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+    """The k best continuations of W beams by any of V tokens: by score + log-probability, whose softmax is over all V.
+
+    logits: [B, W, V] float32; scores: [B, W] float32, -inf for dead beams. Returns the new scores [B, k], descending,
+    -inf where there are fewer, and [B, k] int32, beam * V + token, in 0 .. W * V - 1. Of equal ones the lower is first.
+    """
+    batch, beams, vocabulary = logits.shape
+    blocks, rest = divmod(vocabulary, BLOCK)
+    whole = logits[..., : blocks * BLOCK].reshape(batch, beams, blocks, BLOCK)
+    maxima = whole.max(axis=-1, initial=-jnp.inf)
+    if rest:  # padding would copy all logits
+        last = logits[..., blocks * BLOCK :].max(axis=-1, keepdims=True)
+        maxima = jnp.concatenate([maxima, last], axis=-1)
+    most, per_beam = maxima.max(axis=-1), maxima.shape[-1]
+    norm = most + jnp.log(exp_negative(logits - most[..., None]).sum(axis=-1))
+    flat = logits.reshape(batch, -1)
+
+    def values(chosen: jax.Array) -> jax.Array:
+        beam, token = chosen // per_beam, (chosen % per_beam)[..., None] * BLOCK + jnp.arange(BLOCK)
+        at = beam[..., None] * vocabulary + jnp.minimum(token, vocabulary - 1)
+        x = jnp.take_along_axis(flat, at.reshape(batch, -1), axis=1).reshape(at.shape)
+        score, mass = (jnp.take_along_axis(v, beam, axis=1)[..., None] for v in (scores, norm))
+        return jnp.where(token < vocabulary, score + (x - mass), -jnp.inf)
+
+    best = scores[..., None] + (maxima - norm[..., None])
+    found, at = top_of_blocks(best.reshape(batch, -1), values, BLOCK, k)
+    beam, token = at // (per_beam * BLOCK), at % (per_beam * BLOCK)
+    return found, beam * vocabulary + jnp.minimum(token, vocabulary - 1)

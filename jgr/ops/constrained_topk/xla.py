@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jgr.ops.constrained_topk import children, select
 from jgr.ops.constrained_topk.children import WORD, Arguments, Nodes, StepFilter, TreeLevel
 from jgr.ops.constrained_topk.reference import Step
+from jgr.ops.exponential import exp_negative
 
 _PACKED_CHUNK = 2048
 
@@ -222,7 +223,7 @@ def _packed_filter(
 
 def legal_logsumexp(logits: jax.Array, legal: jax.Array, most: jax.Array) -> jax.Array:
     """Log-sum-exp [B, W] of those logits [B, W, V] whose bit in legal is set; 0 where none is. most: their maximum."""
-    mass = jnp.exp(_masked(logits, legal) - _finite(most)[..., None, None]).sum(axis=(-1, -2))
+    mass = exp_negative(_masked(logits, legal) - _finite(most)[..., None, None]).sum(axis=(-1, -2))
     return _finite(most + jnp.log(mass))
 
 
