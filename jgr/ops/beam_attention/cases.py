@@ -135,5 +135,7 @@ def _reorder_work(case: Case, dtype: Any) -> Work:
     return Work(0, 2 * jnp.dtype(dtype).itemsize * float(np.prod(list(case.shape.values()))))
 
 
-OP = OpCases("beam_attention", beam_attention, CASES, _shapes, _integers, _work)
+OP = OpCases(
+    "beam_attention", beam_attention, CASES, _shapes, _integers, _work, timed=("pallas", "native", "xla")
+)
 REORDER = OpCases("reorder_beam_kv", reorder_beam_kv, REORDER_CASES, _reorder_shapes, _parents, _reorder_work)
