@@ -12,6 +12,8 @@ A prompt of 700 tokens is none of jgr's profiles: jgr pads it to 1024, the peers
   (it masks after its log_softmax).
 - valid: constrained to the same items, and normalized over the legal continuations; vLLM by a loop over the tree.
 
+jgr computes as it is installed; `kernels` says by what. `make native` installs jgr-native.
+
 How each peer is used, and how it is constrained, stands in benchmarks/peers/*_peer.py. A peer that returns other beams
 is reported with the number that it has in common with ours. Searches that take a peer seconds are timed once, and
 `transformers` searches 512 tokens with 8 and 128 beams only.
@@ -44,6 +46,7 @@ from jgr.evaluation import unconstrained
 from jgr.models import beam, hf
 from jgr.models.beam import Normalize
 from jgr.models.decoder import DecoderConfig
+from jgr.ops import native
 from jgr.serving.decoders.row_executor import RowExecutor
 from jgr.serving.decoders.work import RecommendOutcome, RecommendWork
 from jgr.serving.policies.jobs import Profile
@@ -143,7 +146,7 @@ def measure(quick: bool, quiet: Quiet, model: DecoderConfig = MODEL, size: str =
         for tokens, width in shapes:
             prompt = workload.draw_prompt(catalog, tokens, rng)
             rows += _rows(tokens, width, _variants(ours, present, prompt, width), rounds, quiet)
-    rows += _about_peers(present)
+    rows += [{"kernels": native.describe()}, *_about_peers(present)]
     return Measured(claims(rows, size), rows)
 
 
