@@ -97,7 +97,7 @@ def plain_numbers(texts: Sequence[str]) -> Int64 | None:
     joined = ",".join(texts)
     if not (joined.isascii() and all(texts)):
         return None
-    digits = joined.encode().translate(None, b",")  # bytes, of which `isdigit` takes a tenth of the time
+    digits = joined.encode().translate(None, b",")  # of bytes, `isdigit` is quicker
     if len(digits) + len(texts) - 1 != len(joined) or not digits.isdigit():  # or a text has a comma
         return None
     numbers = np.fromstring(joined, np.int64, sep=",")

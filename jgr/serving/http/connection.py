@@ -75,31 +75,6 @@ class OneWrite:
             head, self._head = self._head, None
             self._transport.writelines([head, data])
 
-    def answer(self, send: Any, status: int, headers: Headers, body: bytes) -> bool:
-        """Send all of a response to a POST, in place of two calls of `send`: these check every header and whether the
-        body is as long as one says, which costs as much as to read the request. False: it is not sent, since the
-        connection ends with it or its client is slow, or since `send` is another's, who has to add to it.
-
-        headers: names in lower case, and values that can stand in a head, with the body's length.
-        """
-        cycle = self._cycle
-        if (
-            getattr(send, "__func__", None) is not RequestResponseCycle.send
-            or cycle.scope["method"] != "POST"
-        ):
-            return False
-        if cycle.disconnected or cycle.flow.write_paused or cycle.response_started:
-            return False
-        if not cycle.keep_alive or (b"connection", b"close") in headers:
-            return False
-        lines = [b"%b: %b\r\n" % header for header in (*cycle.default_headers, *headers)]
-        cycle.waiting_for_100_continue = False
-        cycle.response_started = cycle.response_complete = self._began = True
-        self._transport.writelines([b"".join([STATUS_LINE[status], *lines, b"\r\n"]), body])
-        cycle.message_event.set()
-        cycle.on_response()
-        return True
-
     def flush(self) -> None:
         if self._head is not None:
             self.write(b"")
@@ -269,7 +244,6 @@ class Protocol(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
         cycle.transport = self._writes = OneWrite(self.transport, cycle)  # type: ignore[assignment]
-        cycle.scope["jgr.at_once"] = self._writes.answer  # type: ignore[typeddict-unknown-key]
         super()._start_asgi_task(cycle, app)
 
     def on_response_complete(self) -> None:

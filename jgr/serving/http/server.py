@@ -51,8 +51,6 @@ DISCARD_BODIES = 8
 """Too large a body is read and discarded up to this many times the limit, so that the client gets the 413."""
 
 Headers = list[tuple[bytes, bytes]]
-AtOnce = Callable[[Send, int, Headers, bytes], bool]
-"""See `jgr.serving.http.connection.OneWrite.answer`."""
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
@@ -172,8 +170,7 @@ class App:
                 coding = value
             elif name == b"x-request-id" and REQUEST_ID.fullmatch(value):
                 request_id = value.decode()
-        request_id = request_id or f"{getrandbits(128):032x}"
-        reply = _Reply(send, request_id, self.models, path, scope.get("jgr.at_once"))
+        reply = _Reply(send, request_id or f"{getrandbits(128):032x}", self.models, path)
         hot, trace = self._hot.get(path), None
         if self.traces is not None and (name := path if hot is not None else _traced(scope)):
             trace = reply.trace = self.traces.begin(arrival_ns, scope["headers"], name)
@@ -397,12 +394,9 @@ class App:
 
 class _Reply:
     """Sends one response, with the headers that every response has. status: its HTTP status, 0 until it is sent. size:
-    bytes of its body so far. closes: whether the connection is closed after it. at_once: sends all of a response, as
-    `jgr.serving.http.connection.OneWrite.answer` does; None: nothing does."""
+    bytes of its body so far. closes: whether the connection is closed after it."""
 
-    def __init__(
-        self, send: Send, request_id: str, models: Models, path: str, at_once: AtOnce | None
-    ) -> None:
+    def __init__(self, send: Send, request_id: str, models: Models, path: str) -> None:
         self.request_id = request_id
         self.status = self.size = 0
         self.closes = False
@@ -410,7 +404,6 @@ class _Reply:
         self._send = send
         self._models = models
         self._path = path
-        self._at_once = at_once
 
     async def send(self, status: int, body: bytes, extra: Headers | None = None) -> None:
         headers = [
@@ -418,11 +411,8 @@ class _Reply:
             (b"content-length", str(len(body)).encode()),
             *(extra or ()),
         ]
-        self._begin(status, headers)
-        self.size = len(body)
-        if self._at_once is None or not self._at_once(self._send, status, headers, body):
-            await self._send({"type": "http.response.start", "status": status, "headers": headers})
-            await self._send({"type": "http.response.body", "body": body})
+        await self.forward({"type": "http.response.start", "status": status, "headers": headers})
+        await self.forward({"type": "http.response.body", "body": body})
 
     async def refuse(self, error: RequestError) -> None:
         if not self.status:
@@ -435,19 +425,16 @@ class _Reply:
     async def forward(self, message: Message) -> None:
         """Send an inner application's message, with the common headers added to its head."""
         if message["type"] == "http.response.start":
-            self._begin(message["status"], message["headers"])
+            self.status = message["status"]
+            headers = message["headers"]
+            headers.append((b"x-request-id", self.request_id.encode()))
+            if self.trace is not None:
+                headers.append((b"traceresponse", self.trace.header()))
+            if self.closes or self._models.draining:
+                headers.append((b"connection", b"close"))
         else:
             self.size += len(message.get("body", b""))
         await self._send(message)
-
-    def _begin(self, status: int, headers: Headers) -> None:
-        """The head of the response, to which the common headers are added."""
-        self.status = status
-        headers.append((b"x-request-id", self.request_id.encode()))
-        if self.trace is not None:
-            headers.append((b"traceresponse", self.trace.header()))
-        if self.closes or self._models.draining:
-            headers.append((b"connection", b"close"))
 
 
 def who(keys: Keys, method: str, path: str) -> Callable[[bytes], Caller]:

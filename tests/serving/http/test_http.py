@@ -120,40 +120,6 @@ def test_head_and_body_of_a_response_leave_in_one_write() -> None:
     assert transport.writelines.call_args.args[0][1] is body
 
 
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("/v1/recommend", {"history": ["a"], "top_k": 2, "explain": True}),
-        ("/v1/rank", {"history": ["a"], "candidates": ["c", "b"]}),
-        ("/v1/rank", {"history": ["a"], "candidates": ["c", "nothing"]}),
-        ("/v1/recommend", {"history": ["a"], "top_q": 2}),
-        ("/v1/recommend", [1]),
-        ("/v1/recommend", {"history": ["a"], "deadline_ms": 1e-6}),
-    ],
-)
-def test_an_answer_is_the_same_where_the_connection_ends_with_it(
-    server: LiveServer, path: str, body: object
-) -> None:
-    with server.connect() as connection:  # an answer that ends its connection is sent by uvicorn alone
-        connection.settimeout(PATIENCE_S)
-        named = {"x-request-id": "one"}
-        connection.sendall(request(path, body, **named) + request(path, body, **named, connection="close"))
-        (status, headers, content), (last_status, last_headers, last) = read_replies(connection)
-    assert last_headers.pop("connection") == "close"
-    assert status == last_status and list(headers) == list(last_headers)
-    for one in (headers, last_headers):
-        del one["date"], one["content-length"]  # which differ by the times
-    assert headers == last_headers
-    assert isinstance(content, dict) and isinstance(last, dict)
-    assert (
-        (content.pop("timing_ms", None) is None) == (last.pop("timing_ms", None) is None) == (status != 200)
-    )
-    for one in (content, last):
-        one.get("error", {}).pop("predicted_ms", None)
-    if status != 429:  # its message has the time, too
-        assert content == last
-
-
 def test_what_a_request_leaves_needs_no_garbage_collector(server: LiveServer) -> None:
     def left() -> int:
         return sum(type(one) is RequestResponseCycle for one in gc.get_objects())
