@@ -90,6 +90,8 @@ def user_entry(user_id: str, tenant: str = "") -> str:
 
 def texts(item_ids: list[str | int]) -> list[str]:
     """The item ids as text: integers become their decimal digits. The list itself where all are text."""
-    if set(map(type, item_ids)) <= {str}:
-        return cast(list[str], item_ids)
-    return list(map(str, item_ids))
+    try:
+        "".join(cast(list[str], item_ids))  # the fastest way to see that all are text
+    except TypeError:
+        return list(map(str, item_ids))
+    return cast(list[str], item_ids)

@@ -310,13 +310,13 @@ class _KindsLoad:
 
     def __init__(self, loads: Mapping[Kind, Load]) -> None:
         self._loads = loads
-        self._ns: dict[Kind, int] = {}
+        self._ns, self._total_ns = dict.fromkeys(loads, 0), 0
 
     def add(self, job: Job, most_ns: int | None = None) -> int:
-        others_ns = sum(ns for kind, ns in self._ns.items() if kind != job.kind)
+        others_ns = self._total_ns - self._ns[job.kind]
         ns = self._loads[job.kind].add(job, None if most_ns is None else most_ns - others_ns)
         if most_ns is None or others_ns + ns <= most_ns:
-            self._ns[job.kind] = ns
+            self._ns[job.kind], self._total_ns = ns, others_ns + ns
         return others_ns + ns
 
 

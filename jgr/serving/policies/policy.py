@@ -377,9 +377,7 @@ class Policy(ABC, Generic[L]):
         load, without = self._load(), self._load()
         at = bisect.bisect(self._queue, (key, job.id))
         for _, before in self._queue[:at]:
-            ahead = self._live[before].job
-            without.add(ahead)
-            load.add(ahead)
+            load.add(self._live[before].job)
         end_ns = begin_ns + load.add(job)
         if job.deadline_ns is not None:
             room_ns = 0  # where nothing else is on its way, nothing can come between
@@ -388,6 +386,8 @@ class Policy(ABC, Generic[L]):
             if end_ns + room_ns > job.deadline_ns:
                 return end_ns, False
         last_ns = self._deadlines[-1][0] if self._deadlines else 0
+        for _, before in self._queue[:at] if self._queue[at:] else ():
+            without.add(self._live[before].job)
         for _, after in self._queue[at:]:
             behind = self._live[after]
             then_ns = begin_ns + without.add(behind.job)

@@ -80,7 +80,7 @@ class Cover:
 
     def full_ns(self, jobs: int) -> int:
         """The same if all batches are full, of a shape that is nearly the cheapest for each job."""
-        return min(-(-jobs // size) * ns for size, ns in self._good)
+        return min([-(-jobs // size) * ns for size, ns in self._good])
 
     def ns(self, jobs: int) -> int:
         beyond = max(0, jobs - len(self._table) + 1)
