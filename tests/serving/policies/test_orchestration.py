@@ -12,6 +12,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from msgspec import structs
 
 from jgr.serving.policies.jobs import (
     Accepted,
@@ -125,6 +126,32 @@ def test_a_request_is_split_over_executors_and_joined_by_place() -> None:
     assert o.commit(1, "well", 1) == Committed()
     assert o.commit(0, "well", 2) == Committed(done=(1,))
     assert (o.idle(4), o.idle(8), len(o.jobs)) == (2, 1, 0)
+
+
+def test_requests_are_split_and_foreseen_by_the_costs_of_the_users_length() -> None:
+    costs = {4: 9.0, 8: 10.0, USER_PART: 20.0}
+    short = {4: 2.0, 8: 7.0, USER_PART: 1.0}
+    o = Orchestrator((USER_PART, 4, 8), costs, max_queue=9, shorter={2: short}, streams=1)
+
+    def of(within: int, id: int = 1) -> Job:
+        return Job(id, "rank", 0, 7, 0, None, user=UserPart("somebody", within=within))
+
+    assert o.parts(7, True) == (True, (8,)) and o.parts(7, True, 2) == (True, (4, 4))
+    assert [o._alone_ns(of(within)) for within in (0, 2, 99)] == [
+        30e9,
+        5e9,
+        30e9,
+    ]  # 99: nothing is known of it
+    assert o._ready_by_ns(structs.replace(of(2), deadline_ns=10**10), 0) == 3e9
+    submit(o, of(2), of(0, 2))
+    found = o.plan(0)
+    assert starts(found) == [(1, 0, 0, 0)]
+    assert o._begun_ns() == 4e9  # its two parts
+    before = o.costs.ns(USER_PART), o.costs.ns((USER_PART, 2))
+    o.commit(found.starts[0].run, "well", 2 * 10**9)
+    after = o.costs.ns(USER_PART), o.costs.ns((USER_PART, 2))
+    assert after[1] / before[1] > after[0] / before[0] > 1  # the length's own costs learn most
+    assert [start[2:] for start in starts(o.plan(2 * 10**9))] == [(0, 4)]
 
 
 def test_a_request_of_one_part_has_its_user_in_it_where_that_is_cheaper() -> None:
