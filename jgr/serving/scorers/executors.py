@@ -277,9 +277,7 @@ class ScorerExecutors:
         UserError where scores are no finite numbers.
         """
         programs, trials = self.programs, dict[tuple[str, int, int], list[Callable[[], Any]]]()
-        blocks = {window.events: self._full(window.events) for window in programs.windows}
-        longest = programs.windows[-1].events
-        users: dict[int, Any] = dict(blocks)
+        users: dict[int, Any] = {window.events: self._full(window.events) for window in programs.windows}
         if self.states is not None:
             self.states.compile()
         if self.embeddings is not None:
@@ -292,43 +290,52 @@ class ScorerExecutors:
                 Executor(programs, size, self.states, self.embeddings) for each in self.sizes if each == size
             ]
             self._executors += own
-            works: dict[tuple[str, int], ReadWork | PartWork] = {}
             if size == USER_PART:
-                for events, block in blocks.items():
-                    works["part", events] = ReadWork(block)
-                    users[events] = own[0].run(ReadWork(block)).state
+                reads = {events: ReadWork(block) for events, block in users.items()}
+                users = {events: own[0].run(work).state for events, work in reads.items()}
+                works: dict[tuple[str, int], Any] = {("part", events): work for events, work in reads.items()}
             else:
-                rows = np.arange(size, dtype=np.int32) % programs.items
-                for events, user in users.items():
-                    works["part", events] = PartWork(rows, user, programs.default_records(size))
-                if programs.may_be_whole:
-                    part = PartWork(rows, blocks[longest], programs.default_records(size))
-                    works["whole", longest] = part
+                works = self._parts(size, users)
                 for work in works.values():
                     check_scores(f"rank of {size} candidates", own[0].run(work))
             for (kind, events), work in works.items():
                 trials[kind, events, size] = [partial(executor.run, work) for executor in own]
             progress(done, len(programs.layouts), f"{size} candidates" if size else "the user")
-        seconds = fastest(trials)
-        found = {
-            (kind, events): rising({size: s for (*of, size), s in seconds.items() if of == [kind, events]})
-            for kind, events, _ in trials
-        }
-        self.costs, self.whole = found["part", longest], found.get(("whole", longest), {})
-        self.shorter = {
-            events: cost for (kind, events), cost in found.items() if kind == "part" and events < longest
-        }
-        _log.info("a part of so many candidates (0: the user) takes so many ms: %s", _shown(self.costs))
-        for events, costs in self.shorter.items():
-            _log.info("of a user of at most %d events: %s", events, _shown(costs))
-        if self.whole:
-            _log.info("and with the user: %s", _shown(self.whole))
+        self._keep_costs(fastest(trials))
 
     def _full(self, events: int) -> UInt8:
         """The block of a user with so many events: attention may skip those that are not there."""
         block, views = new_block(self.programs.user)
         views["rows"][:events] = np.arange(events) % self.programs.items
         return block
+
+    def _parts(self, size: int, users: Mapping[int, Any]) -> dict[tuple[str, int], PartWork]:
+        """Parts of a size to be timed, by their kind and the events of the user. users: states, or blocks."""
+        programs, found = self.programs, dict[tuple[str, int], PartWork]()
+        rows, records = np.arange(size, dtype=np.int32) % programs.items, programs.default_records(size)
+        longest = max(users)
+        for events, user in users.items():
+            if events == longest or programs.forms > 1:  # else all lengths have the same program
+                found["part", events] = PartWork(rows, user, records)
+        if programs.may_be_whole:
+            found["whole", longest] = PartWork(rows, self._full(longest), records)
+        return found
+
+    def _keep_costs(self, seconds: Mapping[tuple[str, int, int], float]) -> None:
+        """Of runs by their kind, the events of the user, and their size."""
+        longest = self.programs.windows[-1].events
+        found = {
+            (kind, events): rising({size: s for (*of, size), s in seconds.items() if of == [kind, events]})
+            for kind, events, _ in seconds
+        }
+        self.costs, self.whole = found["part", longest], found.get(("whole", longest), {})
+        shorter = [(events, own) for (kind, events), own in found.items() if kind == "part"]
+        self.shorter = {events: {**self.costs, **own} for events, own in shorter if events < longest}
+        _log.info("a part of so many candidates (0: the user) takes so many ms: %s", _shown(self.costs))
+        for events, costs in self.shorter.items():
+            _log.info("of a user of at most %d events: %s", events, _shown(costs))
+        if self.whole:
+            _log.info("and with the user: %s", _shown(self.whole))
 
     def launch(self, start: Start, work: ReadWork | PartWork) -> tuple[ReadWork | PartWork, Any]:
         """See jgr.serving.engine.contract.Executors."""

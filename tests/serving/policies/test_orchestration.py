@@ -338,7 +338,8 @@ class AgainstNaive(RuleBasedStateMachine):
         self.now = 0
         self.real = Orchestrator(
             self.EXECUTORS, {USER_PART: 4.0, 2: 3.0, 4: 5.0}, max_queue=self.MAX_QUEUE, streams=self.STREAMS,
-            whole={2: 6.0, 4: 10.0}, ordering=Ordering("edf", PATIENCE_NS),
+            whole={2: 6.0, 4: 10.0}, shorter={3: {USER_PART: 1.0, 2: 1.0, 4: 5.0}},
+            ordering=Ordering("edf", PATIENCE_NS),
         )  # fmt: skip
         self.jobs: dict[int, Naive] = {}
         self.flying: dict[int, Start] = {}
@@ -350,10 +351,13 @@ class AgainstNaive(RuleBasedStateMachine):
         patience=st.sampled_from((None, 1, 3, 9)),
         reads=st.booleans(),
         waits=st.booleans(),
+        short=st.booleans(),
     )
-    def submit(self, count: int, patience: int | None, reads: bool, waits: bool) -> None:
+    def submit(self, count: int, patience: int | None, reads: bool, waits: bool, short: bool) -> None:
         deadline, reads = None if patience is None else self.now + patience, reads or not count
-        new = make(next(self.ids), count, self.now, deadline, reads, waits)
+        new, short = make(next(self.ids), count, self.now, deadline, reads, waits), short and reads
+        if short:
+            new = structs.replace(new, user=UserPart("somebody", within=3))
         verdict = self.real.submit(new, self.now)
         dated = patience is not None
         alike = [job for job in self.jobs.values() if (job.job.deadline_ns is not None) == dated]
@@ -364,8 +368,10 @@ class AgainstNaive(RuleBasedStateMachine):
         # Costs of 3 and 5: as many fours as fit; a rest of one or two is a two, one of three a four.
         fours, rest = divmod(count, 4)
         parts = [4] * (fours + (rest == 3)) + [2] * (0 < rest < 3)
+        if short:  # 1 and 5: twos alone
+            parts = [2] * -(-count // 2)
         naive = Naive(new, new.id, held=waits)
-        if reads and (count > 4 or not count):  # one part has its user in it
+        if reads and (count > (2 if short else 4) or not count):  # one part has its user in it
             naive.runs[USER_PART, 0, 0] = "waiting"
         for at, size in enumerate(parts):
             first = sum(parts[:at])
