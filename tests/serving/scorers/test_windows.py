@@ -102,9 +102,7 @@ def test_users_of_any_length_are_scored_as_by_the_programs_for_the_longest(
         for known, events in itertools.pairwise((1, 2, 3, 5, 6)):
             compare(events, known=known)
             compare(events, kept=True, now=9 * DAY)
-            compare(
-                known, kept=True
-            )  # one who asks with fewer events: the entry has more cells than the window
+            compare(known, kept=True)  # one who asks with fewer events
 
 
 def test_a_short_user_is_read_in_small_arrays_and_a_size_has_a_program_for_each_shape_of_state() -> None:
