@@ -91,6 +91,7 @@ class ShapeOnDemand:
         self.sizes: tuple[int, ...] = (largest,) * STREAMS
         self.costs: Mapping[int, float] = {largest: 1.0}
         self.whole: Mapping[int, float] = {}
+        self.shorter: Mapping[int, Mapping[int, float]] = {}
         self.padding = self.pairs = self.compiled = 0
         self._programs: OrderedDict[int, jax.stages.Compiled] = OrderedDict()
         self._lock = threading.Lock()

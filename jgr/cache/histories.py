@@ -3,9 +3,9 @@
 
 The one idea: what is kept of a user is one record for each token of the history, and records are written one by one.
 So a user takes cells for the tokens that there are, and one who grew is written to the same cells, behind what stands
-there already: nobody who reads the first tokens meanwhile sees anything change. Programs have one shape: they read as
-many records as the longest history has. What is behind a user's last token is 0, whatever stands in the cells that were
-read for it.
+there already: nobody who reads the first tokens meanwhile sees anything change. Programs have a few shapes, for windows
+of some numbers of tokens, the last of which is the longest history's. What is behind a user's last token is 0, whatever
+stands in the cells that were read for it.
 
 The last token that was there before is written again with the new ones. An HSTU computes it anew with the event that
 follows (`jgr.models.hstu`), and so does whoever reads it as the last one, so that nobody reads what changes.
@@ -14,7 +14,7 @@ follows (`jgr.models.hstu`), and so does whoever reads it as the last one, so th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -52,6 +52,10 @@ class _Field(NamedTuple):
         """The leaf's axes without that of the tokens."""
         return self.shape[: self.axis] + self.shape[self.axis + 1 :]
 
+    def within(self, window: int) -> tuple[int, ...]:
+        """The leaf's shape in a window."""
+        return (*self.shape[: self.axis], window, *self.shape[self.axis + 1 :])
+
     def as_words(self, numbers: jax.Array) -> jax.Array:
         """The runs [t, words] of tokens [t, *others]."""
         if self.rounded is None:
@@ -65,14 +69,26 @@ class _Field(NamedTuple):
         return self.rounded.read(runs, self.dtype).reshape(len(runs), *self.others)
 
 
+class _Programs(NamedTuple):
+    """The programs of a window. writes: by the most tokens that they write, ascending."""
+
+    read: jax.stages.Compiled
+    writes: dict[int, jax.stages.Compiled]
+
+    @property
+    def all(self) -> list[jax.stages.Compiled]:
+        return [self.read, *self.writes.values()]
+
+
 class HistoryView(UserView):
     """The cells of users' histories.
 
     kept: shapes and dtypes of what is kept of one user. along: for each leaf, or for all below one place of the tree,
     the axis of the tokens, of which every leaf has as many; "number" for one that is their number, which is not
-    written, since an entry knows it. cell_tokens: see `room_of`. growth: the most new tokens of
-    a user who grew; 0: users do not grow. like: a view of such histories, whose compiled programs are used. catch_up:
-    see `UserView`. quantize: how vectors along the last axis of a token's floating numbers are held in 8 bits, see
+    written, since an entry knows it. cell_tokens: see `room_of`. growth: the most new tokens of a user who grew; 0:
+    users do not grow. windows: numbers of tokens that are read and written by programs of their own, besides the
+    longest history's. like: a view of such histories, whose compiled programs are used. catch_up: see `UserView`.
+    quantize: how vectors along the last axis of a token's floating numbers are held in 8 bits, see
     `jgr.models.rounded`; empty: as they are.
     """
 
@@ -83,6 +99,7 @@ class HistoryView(UserView):
         along: PyTree,
         cell_tokens: int,
         growth: int = 0,
+        windows: Sequence[int] = (),
         like: UserView | None = None,
         catch_up: Callable[[], None] = lambda: None,
         quantize: Quantization = "",
@@ -90,7 +107,8 @@ class HistoryView(UserView):
         super().__init__(pool, catch_up)
         leaves, self._tree = jax.tree.flatten(kept)
         axes = jax.tree.leaves(jax.tree.broadcast(along, kept))
-        self._tokens: int = next(x.shape[at] for x, at in zip(leaves, axes, strict=True) if at != "number")
+        self._tokens = tokens_of(kept, along)
+        self._windows = (*sorted({count for count in windows if count < self._tokens}), self._tokens)
         fields, first = list[_Field | None](), 0
         for leaf, axis in zip(leaves, axes, strict=True):
             if axis == "number":
@@ -111,60 +129,73 @@ class HistoryView(UserView):
         self._fields = [field for field in fields if field is not None]
         self.room = room_of(first * words.WORD, pool.page_bytes, self._tokens, cell_tokens)
         self._cells = words.Cells.of(self.room.bytes, pool.page_bytes)
-        self._writes = sorted({min(growth + 1, self._tokens), self._tokens} if growth else {self._tokens})
-        self._programs: list[jax.stages.Compiled] = []
+        self._growth = growth
+        self._programs: dict[int, _Programs] = {}  # by their window
         if isinstance(like, HistoryView) and like._made_of == self._made_of:
             self._programs = like._programs
 
     @property
     def _made_of(self) -> tuple[object, ...]:
-        return self.pool, self._leaves, self._tree, self.room, self._writes
+        return self.pool, self._leaves, self._tree, self.room, self._growth, self._windows
 
     @property
     def longest(self) -> int:
         return self._tokens
 
     def compile(self) -> list[jax.stages.Compiled]:
-        """The program that reads, and those that write so many tokens at most, ascending."""
+        """The programs of all windows, the longest first: the one that reads, and those that write so many tokens at
+        most, ascending."""
         if not self._programs:
-            cells = jax.ShapeDtypeStruct((self.room.of(self._tokens),), np.int32)
-            kept = [jax.ShapeDtypeStruct(field.shape, field.dtype) for field in self._fields]
-            pool, number = self.pool.example, jax.ShapeDtypeStruct((), np.int32)
-            made = [jax.jit(self._read).lower(pool, cells, number).compile()]
-            for count in self._writes:
-                write = jax.jit(partial(self._write, count), donate_argnums=0)
-                made.append(write.lower(pool, kept, cells, number, number).compile())
-            self._programs += made
-        return self._programs
+            self._programs |= {window: self._compile(window) for window in self._windows}
+        return [program for window in self._windows[::-1] for program in self._programs[window].all]
+
+    def _compile(self, window: int) -> _Programs:
+        cells = jax.ShapeDtypeStruct((self.room.of(window),), np.int32)
+        kept = [jax.ShapeDtypeStruct(field.within(window), field.dtype) for field in self._fields]
+        pool, number = self.pool.example, jax.ShapeDtypeStruct((), np.int32)
+        read = jax.jit(partial(self._read, window)).lower(pool, cells, number).compile()
+        writes = {}
+        for count in sorted({min(self._growth + 1, window), window} if self._growth else {window}):
+            write = jax.jit(partial(self._write, count), donate_argnums=0)
+            writes[count] = write.lower(pool, kept, cells, number, number).compile()
+        return _Programs(read, writes)
 
     def store(self, kept: PyTree, place: Stored) -> bool:
-        """Write the tokens [place.first, place.tokens) and the one before them; otherwise as UserView has it."""
-        first = max(place.first - 1, 0)
-        which = next(at for at, most in enumerate(self._writes) if place.tokens - first <= most)
-        write, leaves = self.compile()[1 + which], jax.tree.leaves(kept)
-        leaves = [leaf for leaf, field in zip(leaves, self._leaves, strict=True) if field is not None]
-        given = self._numbers(place), np.int32(first), np.int32(place.tokens)
-        return self._put(lambda array: write(array, leaves, *given), place.epoch)
+        """Write the tokens [place.first, place.tokens) and the one before them; otherwise as UserView has it.
 
-    def load(self, place: Stored) -> PyTree | None:
-        """What is kept of the first `place.tokens` tokens; otherwise as UserView has it."""
-        read, *_ = self.compile()
-        given = self._numbers(place), np.int32(place.tokens)
+        kept: with as many places as a window.
+        """
+        self.compile()
+        leaves = [(leaf, of) for leaf, of in zip(jax.tree.leaves(kept), self._leaves, strict=True) if of]
+        window, first = leaves[0][0].shape[leaves[0][1].axis], max(place.first - 1, 0)
+        writes = self._programs[window].writes
+        write = next(writes[most] for most in writes if place.tokens - first <= most)
+        given = self._numbers(place, window), np.int32(first), np.int32(place.tokens)
+        return self._put(lambda array: write(array, [leaf for leaf, _ in leaves], *given), place.epoch)
+
+    def load(self, place: Stored, tokens: int | None = None) -> PyTree | None:
+        """What is kept of the first `place.tokens` tokens, in the smallest window of `tokens` places or more; otherwise
+        as UserView has it."""
+        self.compile()
+        window = self._tokens if tokens is None else next(x for x in self._windows if x >= tokens)
+        read, given = self._programs[window].read, (self._numbers(place, window), np.int32(place.tokens))
         found = self._get(lambda array: read(array, *given), place.epoch)
         return None if found is None else jax.tree.unflatten(self._tree, found)
 
-    def _numbers(self, place: Stored) -> npt.NDArray[np.int32]:
-        """The numbers of an entry's cells, and 0 for those that it has not: what is read of them is not valid."""
-        cells = np.zeros(self.room.of(self._tokens), np.int32)
-        cells[: len(place.cells)] = place.cells
+    def _numbers(self, place: Stored, window: int) -> npt.NDArray[np.int32]:
+        """The numbers of an entry's cells for a window, and 0 for those that it has not: what is read of them is not
+        valid. An entry may have more, of tokens that are not asked for."""
+        cells = np.zeros(self.room.of(window), np.int32)
+        own = place.cells[: len(cells)]
+        cells[: len(own)] = own
         return cells
 
-    def _read(self, array: jax.Array, cells: jax.Array, tokens: jax.Array) -> list[jax.Array]:
+    def _read(self, window: int, array: jax.Array, cells: jax.Array, tokens: jax.Array) -> list[jax.Array]:
         room = self.room
         groups = words.read(array, *self._cells.place(cells), self._cells.words)
         groups = groups.reshape(-1, room.cells * self._cells.words)[:, : room.step * self._words]
-        records = groups.reshape(-1, self._words)[: self._tokens]
-        valid = jnp.arange(self._tokens) < tokens
+        records = groups.reshape(-1, self._words)[:window]
+        valid = jnp.arange(window) < tokens
         found = []
         for field in self._leaves:
             if field is None:
@@ -201,6 +232,13 @@ class HistoryView(UserView):
         beyond = self.pool.pages + jnp.arange(count * room.cells, dtype=jnp.int32).reshape(count, -1)
         page = jnp.where(tokens[:, None] < end, page, beyond)  # such pages are not written
         return words.write(array, page, word, records.reshape(count, room.cells, run))
+
+
+def tokens_of(kept: PyTree, along: PyTree) -> int:
+    """How many tokens have places in what is kept; along: see `HistoryView`."""
+    leaves, axes = jax.tree.leaves(kept), jax.tree.leaves(jax.tree.broadcast(along, kept))
+    tokens: int = next(leaf.shape[axis] for leaf, axis in zip(leaves, axes, strict=True) if axis != "number")
+    return tokens
 
 
 def room_of(record_bytes: int, page_bytes: int, longest: int, cell_tokens: int) -> Room:

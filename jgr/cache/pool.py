@@ -158,8 +158,11 @@ class UserView(ABC):
         empty."""
 
     @abstractmethod
-    def load(self, place: Stored) -> PyTree | None:
-        """What is kept in some cells, once it is there. None: as for `store`."""
+    def load(self, place: Stored, tokens: int | None = None) -> PyTree | None:
+        """What is kept in some cells, once it is there. None: as for `store`.
+
+        tokens: how many tokens must have places in it, at least those of `place`; None: those of the longest entry.
+        """
 
     def _put(self, program: Callable[[jax.Array], jax.Array], epoch: int) -> bool:
         try:
@@ -222,7 +225,7 @@ class StateView(UserView):
         leaves, cells = jax.tree.leaves(kept), np.array(place.cells, np.int32)
         return self._put(lambda array: write(array, leaves, cells), place.epoch)
 
-    def load(self, place: Stored) -> PyTree | None:
+    def load(self, place: Stored, tokens: int | None = None) -> PyTree | None:
         """See UserView."""
         _, read = self.compile()
         cells = np.array(place.cells, np.int32)

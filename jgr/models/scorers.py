@@ -16,7 +16,7 @@ Letters: B users, S = max_items places of a history, C contextual slots, m candi
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, get_args
@@ -39,6 +39,9 @@ from jgr.models.params import CheckpointError, PyTree
 from jgr.models.retrievers import RetrieverConfig
 from jgr.models.stu_scorer import HistoryIsWhole, StuScorerConfig
 from jgr.models.table_file import ITEMS
+
+LEAST_WINDOW = 64
+"""Below so many events a window is not divided: what a run costs besides its events is more."""
 
 
 class Users(NamedTuple):
@@ -370,6 +373,29 @@ def growing(cfg: ScorerConfig) -> Growing:
         stu_scorer.refuse_growth(cfg)
         return _KeptStu()
     raise HistoryIsWhole("only histories of HSTU and of the STU can grow; this scorer's are computed whole")
+
+
+def windows(cfg: ScorerConfig, lengths: Sequence[int] = ()) -> tuple[int, ...]:
+    """Numbers of events, ascending, for which a family's kept users have programs: each is computed by those for the
+    fewest events that hold it. The last number is the model's longest history.
+
+    lengths: the others, of which those are left out that save nothing; empty: the half, the quarter and the eighth of
+    the places that a history has in what is kept, but none below LEAST_WINDOW.
+    """
+    places = cfg.part if isinstance(cfg, ClimberConfig) else cfg.max_items
+    halves = (places // by for by in (8, 4, 2))
+    chosen = lengths or [count for count in halves if count >= LEAST_WINDOW]
+    return (*sorted({count for count in chosen if count < places}), cfg.max_items)
+
+
+def within(cfg: ScorerConfig, events: int) -> ScorerConfig:
+    """The model for users of at most so many events: the same numbers from the same weights, in smaller arrays.
+
+    events: one of `windows`.
+    """
+    if isinstance(cfg, ClimberConfig) and events < cfg.max_items:
+        events *= cfg.blocks  # any block may have all of them
+    return dataclasses.replace(cfg, max_items=events)
 
 
 def placed(users: Users) -> Users:

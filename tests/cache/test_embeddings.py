@@ -87,15 +87,17 @@ KEPT = {
     "k": jax.ShapeDtypeStruct((1, WINDOW, 64), np.float32),
     "number": jax.ShapeDtypeStruct((1,), np.int32),
 }
-VIEW = HistoryView(POOL, KEPT, {"k": -2, "number": "number"}, 1, GROWTH)  # four events in a page
+LENGTHS = (2, 4, WINDOW)
+"""Numbers of events that programs read: each user's is the least that holds the history."""
+VIEW = HistoryView(POOL, KEPT, {"k": -2, "number": "number"}, 1, GROWTH, LENGTHS)  # four events in a page
 VIEW.compile()
 History = tuple[int, ...]
 """A user's events, which are what the user's state depends on."""
 
 
 def computed(history: History) -> dict[str, npt.NDArray[Any]]:
-    """What is kept of a history; behind its end there is anything."""
-    k = np.full((1, WINDOW, 64), np.nan, np.float32)
+    """What is kept of a history, in its window; behind its end there is anything."""
+    k = np.full((1, next(x for x in LENGTHS if len(history) <= x), 64), np.nan, np.float32)
     for place, event in enumerate(history):
         k[0, place] = np.random.default_rng((event, place)).standard_normal(64, np.float32)
     return {"k": k, "number": np.array([len(history)], np.int32)}
@@ -103,7 +105,7 @@ def computed(history: History) -> dict[str, npt.NDArray[Any]]:
 
 def state_of(kept: Any) -> npt.NDArray[np.float32]:
     """What candidates are scored with: of the events that there are."""
-    there = np.arange(WINDOW) < np.asarray(kept["number"])
+    there = np.arange(kept["k"].shape[1]) < np.asarray(kept["number"])
     found: npt.NDArray[np.float32] = np.where(there[:, None], np.asarray(kept["k"]), 0).sum(
         (0, 1), np.float32
     )
@@ -154,11 +156,12 @@ class Pool(RuleBasedStateMachine):
             return whole(history)
         place, before = found.place, found.before
         if place is not None and not place.new:
-            kept = VIEW.load(place)
+            kept = VIEW.load(place, len(history))
         else:
-            kept, own = None if before is None else VIEW.load(before), computed(history)
+            kept = None if before is None else VIEW.load(before, len(history))
+            own = computed(history)
             if kept is not None and before is not None:  # what is new, behind what was kept
-                new = np.arange(WINDOW) >= before.tokens
+                new = np.arange(own["k"].shape[1]) >= before.tokens
                 own["k"] = np.where(new[:, None], own["k"], kept["k"])
             kept = own
             if place is not None:

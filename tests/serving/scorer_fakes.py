@@ -67,6 +67,7 @@ class FakeExecutors:
         self.lanes = len(self.sizes)
         self.states = None
         self.whole: dict[int, float] = {}
+        self.shorter: dict[int, dict[int, float]] = {}
         self.works: list[ReadWork | PartWork] = []
         self.errors: dict[int, Exception] = {}
         self._planned = 0

@@ -86,10 +86,12 @@ class Profile(Struct, frozen=True):
 
 class UserPart(Struct, frozen=True):
     """A user whose part of a scorer's request may be a run of its own. name: of the user's cache entry. key: all that
-    the part depends on; None: it is not kept."""
+    the part depends on; None: it is not kept. within: runs are those of users of at most so many events, which take
+    less time; 0: those of all users."""
 
     name: str
     key: bytes | None = None
+    within: int = 0
 
 
 class Job(Struct, frozen=True):

@@ -138,7 +138,8 @@ class Orchestrator(Policy[_Live]):
     executors: the size of each, by its number. costs: seconds of a run at each size. max_queue: bound on jobs none of
     whose runs has started. streams: bound on runs at a time; None: as many as there are executors. whole: costs by size
     of a part that computes the user too, to be compared with USER_PART and the parts; None: there are no such parts.
-    users: which users' parts are kept; None: none are. ordering: see Policy.
+    shorter: as costs, of users of at most so many events (`UserPart.within`). users: which users' parts are kept; None:
+    none are. ordering: see Policy.
 
     No more jobs are begun than there are executors, since each of them holds a user's state; those that wait for
     `ready` do not count until they are as many times more as BEGUN_IN_ALL says, for they keep no executor from anybody.
@@ -152,22 +153,24 @@ class Orchestrator(Policy[_Live]):
         max_queue: int,
         streams: int | None = None,
         whole: Mapping[int, float] | None = None,
+        shorter: Mapping[int, Mapping[int, float]] | None = None,
         users: Users | None = None,
         ordering: Ordering | None = None,
     ) -> None:
-        super().__init__(max_queue, ordering, _run_costs(costs, whole or {}))
+        super().__init__(max_queue, ordering, _run_costs(costs, whole or {}, shorter or {}))
         self._size_of = tuple(executors)
         self._sizes = sorted({size for size in executors if size != USER_PART})
         if not self._sizes or (streams is not None and streams < 1):
             raise ValueError("there must be an executor with candidates, and streams >= 1")
-        self._sizes_s, self._whole, self._users = costs, whole or {}, users
+        self._sizes_s = {0: costs, **(shorter or {})}  # by `UserPart.within`
+        self._whole, self._users = whole or {}, users
         self._streams = streams or len(executors)
         self._idle: dict[int, deque[int]] = {size: deque() for size in {*self._sizes, USER_PART}}
         for number, size in enumerate(executors):
             self._idle[size].append(number)
         self._waiting: dict[int, list[Place]] = {size: [] for size in self._idle}
         self._found: dict[int, Any] = {}  # what runs read or write of kept users
-        self._parts: dict[tuple[int, bool], tuple[bool, tuple[int, ...]]] = {}
+        self._parts: dict[tuple[int, bool, int], tuple[bool, tuple[int, ...]]] = {}
         self._begun = self._begun_held = 0  # jobs that are begun, and those of them that wait for `ready`
 
     @property
@@ -179,14 +182,22 @@ class Orchestrator(Policy[_Live]):
         """Executors of a size that do nothing."""
         return len(self._idle[size])
 
-    def parts(self, count: int, reads: bool) -> tuple[bool, tuple[int, ...]]:
+    def parts(self, count: int, reads: bool, within: int = 0) -> tuple[bool, tuple[int, ...]]:
         """Whether the user's part is a run of its own, given that it may be, and the sizes of the parts."""
-        found = self._parts.get((count, reads))
+        found = self._parts.get((count, reads, within))
         if found is None:
             if len(self._parts) >= REMEMBERED:
                 self._parts.clear()
-            found = self._parts[count, reads] = self._cheapest(count, reads)
+            found = self._parts[count, reads, within] = self._cheapest(count, reads, within)
         return found
+
+    def _parts_of(self, job: Job) -> tuple[bool, tuple[int, ...]]:
+        return self.parts(job.width, job.user is not None, self._within(job))
+
+    def _within(self, job: Job) -> int:
+        """Of the job's user, where such users' costs are known."""
+        within = 0 if job.user is None else job.user.within
+        return within if within in self._sizes_s else 0
 
     def renew(self, epoch: int, now_ns: int) -> None:
         """See Policy."""
@@ -224,12 +235,13 @@ class Orchestrator(Policy[_Live]):
         if self._users is not None:
             self._users.check()
 
-    def _cheapest(self, count: int, reads: bool) -> tuple[bool, tuple[int, ...]]:
-        sizes = split(count, self._sizes, self._sizes_s)
+    def _cheapest(self, count: int, reads: bool, within: int) -> tuple[bool, tuple[int, ...]]:
+        costs = self._sizes_s[within]
+        sizes = split(count, self._sizes, costs)
         fitting = [size for size in self._whole if size >= count > 0]
         if reads and fitting:
             best = min(fitting, key=lambda size: (self._whole[size], size))
-            apart_s = self._sizes_s[USER_PART] + sum(self._sizes_s[size] for size in sizes)
+            apart_s = costs[USER_PART] + sum(costs[size] for size in sizes)
             # One part and its user are the same work in one run or two, whatever noise has been measured.
             if len(sizes) == 1 or self._whole[best] <= apart_s:
                 return False, (best,)
@@ -241,7 +253,7 @@ class Orchestrator(Policy[_Live]):
         return None
 
     def _enter(self, job: Job, key: Key) -> _Live:
-        reads, sizes = self.parts(job.width, job.user is not None)
+        reads, sizes = self._parts_of(job)
         entry = _Live(job, key, reading=reads, held=job.waits, left=len(sizes) + reads)
         first = 0
         for size in sizes:
@@ -256,7 +268,8 @@ class Orchestrator(Policy[_Live]):
         """Half of the time that the deadline leaves beside the parts is for what the job waits for."""
         if job.deadline_ns is None:
             return None
-        parts_s = sum(self._sizes_s[size] for size in self.parts(job.width, False)[1])
+        within = self._within(job)
+        parts_s = sum(self._sizes_s[within][size] for size in self.parts(job.width, False, within)[1])
         return now_ns + (job.deadline_ns - now_ns - round(parts_s * 1e9)) // 2
 
     def _release(self, entry: _Live) -> None:
@@ -270,20 +283,20 @@ class Orchestrator(Policy[_Live]):
 
     def _alone_ns(self, job: Job) -> int:
         """The user's part, and then the others, as many at a time as there may be."""
-        reads, *_ = self.parts(job.width, job.user is not None)
+        reads, *_ = self._parts_of(job)
         runs = list(map(self.costs.ns, self._runs_of(job)))
         user_ns = runs.pop(0) if reads else 0
         return user_ns + max(max(runs, default=0), sum(runs) // self._streams)
 
     def _runs_of(self, job: Job) -> list[Hashable]:
         """The names of the runs' costs of a job that has not begun."""
-        reads, sizes = self.parts(job.width, job.user is not None)
+        reads, sizes = self._parts_of(job)
         if reads:
-            return [USER_PART, *sizes]
+            return [_named(size, self._within(job)) for size in (USER_PART, *sizes)]
         return list(sizes) if job.user is None else [(WHOLE, size) for size in sizes]
 
     def _class_of(self, job: Job) -> Hashable:
-        return self.parts(job.width, job.user is not None)
+        return self._parts_of(job), self._within(job)
 
     def _load(self, full: bool = False) -> Load:
         return _StreamsLoad(self)
@@ -293,21 +306,23 @@ class Orchestrator(Policy[_Live]):
         return ends[0] if len(ends) >= self._streams else now_ns
 
     def _begun_ns(self) -> int:
-        waiting = (size for e in self._live.values() if e.begun for size in self._left_of(e))
+        waiting = (of for e in self._live.values() if e.begun for of in self._left_of(e))
         return sum(map(self.costs.ns, waiting)) // self._streams
 
-    def _left_of(self, entry: _Live) -> list[int]:
-        return [size for size, *_ in entry.parts] + [size for size, _ in entry.waiting]
+    def _left_of(self, entry: _Live) -> list[Hashable]:
+        sizes, within = [*entry.parts, *entry.waiting], self._within(entry.job)
+        return [_named(size, within) for size, *_ in sizes]
 
     def _cost_of(self, start: Start) -> Hashable:
         (work,) = start.work
+        job = self._live[work.job].job
+        within = self._within(job)
         if isinstance(work, User):
             if work.place is not None and not work.place.new:
-                return KEPT
-            return GROWN if work.grown else USER_PART
-        job = self._live[work.job].job
-        whole = job.user is not None and not self.parts(job.width, True)[0]
-        return (WHOLE, start.shape) if whole else start.shape
+                return _named(KEPT, within)
+            return _named(GROWN if work.grown else USER_PART, within)
+        whole = job.user is not None and not self._parts_of(job)[0]
+        return (WHOLE, start.shape) if whole else _named(start.shape, within)
 
     def _choose(self, now_ns: int) -> Start | None:
         """The most urgent run that an idle executor takes."""
@@ -405,6 +420,15 @@ class Orchestrator(Policy[_Live]):
         del places[bisect.bisect_left(places, place)]
 
 
-def _run_costs(costs: Mapping[int, float], whole: Mapping[int, float]) -> RunCosts:
+def _named(of: Hashable, within: int) -> Hashable:
+    """The name of a run's cost, of a user of at most so many events; 0: of any user."""
+    return (of, within) if within else of
+
+
+def _run_costs(
+    costs: Mapping[int, float], whole: Mapping[int, float], shorter: Mapping[int, Mapping[int, float]]
+) -> RunCosts:
     named: dict[Hashable, float] = {(WHOLE, size): seconds for size, seconds in whole.items()}
-    return RunCosts({**named, **{size: seconds for size, seconds in costs.items()}})
+    for within, of in {0: costs, **shorter}.items():
+        named |= {_named(size, within): seconds for size, seconds in of.items()}
+    return RunCosts(named)

@@ -22,7 +22,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
@@ -111,6 +111,13 @@ class PartExecutors(Executors, Protocol):
         Empty where no part may do so, and before the warm-up.
         """
 
+    @property
+    def shorter(self) -> Mapping[int, Mapping[int, float]]:
+        """The same as `costs` of users of at most so many events, ascending, where these have programs of their own.
+
+        Empty before the warm-up.
+        """
+
 
 class Executor:
     """One size's program with buffers of its own. Not thread-safe: its thread alone calls `run`.
@@ -158,37 +165,43 @@ class Executor:
             raise
 
     def _read(self, work: ReadWork) -> Read:
-        place, states, programs = work.place, self._states, self._programs
+        place, states, window = work.place, self._states, self._programs.window(work.block)
+        read, grow, renew = self._programs.user_part(window)
+        params = partial(self._params, work.block, most=window.events)
         new = place is None or place.new
         at = work.before if new else place
-        found = None if states is None or at is None else states.load(at)
-        if found is None or new or programs.renew is not None:  # else nothing is to be computed
+        found = None if states is None or at is None else states.load(at, window.tokens)
+        if found is None or new or renew is not None:  # else nothing is to be computed
             self._staging.write(work.block)
         cached: Literal["all", "before", "nothing"] = "before" if new else "all"
+        kept = found
         if found is None:
-            params = self._params(work.block)
-            kept, cached = self._staging.run(programs[USER_PART], params), "nothing"
-        else:
-            kept = self._staging.run(programs.grow, self._params(work.block), found) if new else found
+            kept, cached = self._staging.run(read, params()), "nothing"
+        elif new:
+            assert grow is not None
+            kept = self._staging.run(grow, params(), found)
         stored = cached == "all"
         if states is not None and place is not None and place.new:
             stored = states.store(kept, place)
-        state = kept
-        if programs.renew is not None:
-            params = self._params(work.block, renews=True)
-            state = self._staging.run(programs.renew, params, kept)
+        state = kept if renew is None else self._staging.run(renew, params(renews=True), kept)
         return Read(state, cached, stored)
 
     def _params(
-        self, block: UInt8 | None, candidates: Int32 | None = None, *, renews: bool = False
+        self,
+        block: UInt8 | None,
+        candidates: Int32 | None = None,
+        *,
+        renews: bool = False,
+        most: int | None = None,
     ) -> PyTree:
-        """The parameters for a run that reads a user's events, or candidates, or both; renews: see `renewing`."""
+        """The parameters for a run that reads a user's events, or candidates, or both; renews: see `renewing`. most: of
+        the events' places, those that the run reads; None: all."""
         programs = self._programs
         if self._embeddings is None:
             return programs.params
         rows: list[Int32] = []
         if block is not None:
-            events = programs.user.views(block)["rows"]
+            events = programs.user.views(block)["rows"][:most]
             rows.append(programs.renewing(events) if renews else events)
         if candidates is not None:
             rows.append(candidates)
@@ -198,7 +211,10 @@ class Executor:
 
     def _score(self, work: PartWork) -> jax.Array:
         count, programs, whole = len(work.rows), self._programs, isinstance(work.user, np.ndarray)
-        program = programs.whole(self.size) if whole and programs.may_be_whole else programs[self.size]
+        if whole:
+            program = programs.whole(self.size) if programs.may_be_whole else programs[self.size]
+        else:
+            program = programs.part(self.size, work.user)
         views = self._staging.views()
         views["candidates"][:count], views["candidates"][count:] = work.rows, -1
         if work.records is not None:
@@ -232,6 +248,7 @@ class ScorerExecutors:
         self.sizes = tuple(size for size in programs.layouts for _ in range(number))
         self.costs: Mapping[int, float] = {size: float(size) for size in programs.sizes}
         self.whole: Mapping[int, float] = {}
+        self.shorter: Mapping[int, Mapping[int, float]] = {}
         self._executors: list[Executor] = []
 
     in_flight = 1
@@ -259,13 +276,8 @@ class ScorerExecutors:
 
         UserError where scores are no finite numbers.
         """
-        programs, trials = self.programs, dict[tuple[str, int], list[Callable[[], Any]]]()
-        user: Any
-        works: Mapping[str, ReadWork | PartWork]
-        block, views = new_block(programs.user)
-        user = block
-        items = programs.items  # a full history: attention may skip what is not there
-        views["rows"][:] = np.arange(len(views["rows"])) % items
+        programs, trials = self.programs, dict[tuple[str, int, int], list[Callable[[], Any]]]()
+        users: dict[int, Any] = {window.events: self._full(window.events) for window in programs.windows}
         if self.states is not None:
             self.states.compile()
         if self.embeddings is not None:
@@ -279,24 +291,49 @@ class ScorerExecutors:
             ]
             self._executors += own
             if size == USER_PART:
-                works = {"part": ReadWork(block)}
-                user = own[0].run(ReadWork(block)).state
+                reads = {events: ReadWork(block) for events, block in users.items()}
+                users = {events: own[0].run(work).state for events, work in reads.items()}
+                works: dict[tuple[str, int], Any] = {("part", events): work for events, work in reads.items()}
             else:
-                rows = np.arange(size, dtype=np.int32) % items
-                part = PartWork(rows, user, programs.default_records(size))
-                works = {"part": part}
-                if programs.may_be_whole:
-                    works = {"part": part, "whole": replace(part, user=block)}
+                works = self._parts(size, users)
                 for work in works.values():
                     check_scores(f"rank of {size} candidates", own[0].run(work))
-            for kind, work in works.items():
-                trials[kind, size] = [partial(executor.run, work) for executor in own]
+            for (kind, events), work in works.items():
+                trials[kind, events, size] = [partial(executor.run, work) for executor in own]
             progress(done, len(programs.layouts), f"{size} candidates" if size else "the user")
-        seconds = fastest(trials)
-        self.costs, self.whole = (
-            rising({size: s for (of, size), s in seconds.items() if of == kind}) for kind in ("part", "whole")
-        )
+        self._keep_costs(fastest(trials))
+
+    def _full(self, events: int) -> UInt8:
+        """The block of a user with so many events: attention may skip those that are not there."""
+        block, views = new_block(self.programs.user)
+        views["rows"][:events] = np.arange(events) % self.programs.items
+        return block
+
+    def _parts(self, size: int, users: Mapping[int, Any]) -> dict[tuple[str, int], PartWork]:
+        """Parts of a size to be timed, by their kind and the events of the user. users: states, or blocks."""
+        programs, found = self.programs, dict[tuple[str, int], PartWork]()
+        rows, records = np.arange(size, dtype=np.int32) % programs.items, programs.default_records(size)
+        longest = max(users)
+        for events, user in users.items():
+            if events == longest or programs.forms > 1:  # else all lengths have the same program
+                found["part", events] = PartWork(rows, user, records)
+        if programs.may_be_whole:
+            found["whole", longest] = PartWork(rows, self._full(longest), records)
+        return found
+
+    def _keep_costs(self, seconds: Mapping[tuple[str, int, int], float]) -> None:
+        """Of runs by their kind, the events of the user, and their size."""
+        longest = self.programs.windows[-1].events
+        found = {
+            (kind, events): rising({size: s for (*of, size), s in seconds.items() if of == [kind, events]})
+            for kind, events, _ in seconds
+        }
+        self.costs, self.whole = found["part", longest], found.get(("whole", longest), {})
+        shorter = [(events, own) for (kind, events), own in found.items() if kind == "part"]
+        self.shorter = {events: {**self.costs, **own} for events, own in shorter if events < longest}
         _log.info("a part of so many candidates (0: the user) takes so many ms: %s", _shown(self.costs))
+        for events, costs in self.shorter.items():
+            _log.info("of a user of at most %d events: %s", events, _shown(costs))
         if self.whole:
             _log.info("and with the user: %s", _shown(self.whole))
 

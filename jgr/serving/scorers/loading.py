@@ -156,6 +156,7 @@ def _make_engine(
                 settings.build,
                 memory.devices_of(config),
                 config.embeddings.tables == "paged",
+                settings.history_lengths,
             )
         except HistoryIsWhole as error:
             raise ConfigError(f"executors.growth: {error}") from None
@@ -178,6 +179,7 @@ def _make_engine(
                 programs.along,
                 config.cache.cell_tokens,
                 settings.growth,
+                [window.tokens for window in programs.windows if window.tokens is not None],
                 like_states,
                 quantize=config.cache.quantize,
                 **catch_up,

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The compiled programs of a scorer, and the buffer from which one reads its inputs (FLAME-6, 10).
 
-How often a user's part is computed decides which programs there are, see `jgr.serving.scorers.executors`.
+How often a user's part is computed decides which programs there are, see `jgr.serving.scorers.executors`. What is kept
+of users by their length is computed and read by programs for several lengths (`scorers.windows`), of which each user
+has the shortest: so a short user takes less time, as it takes less memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jgr.cache.buffers import ALIGNMENT, BufferLayout
+from jgr.cache.histories import tokens_of
 from jgr.features.schema import Schema
 from jgr.models import item_tables, scorers
 from jgr.models.climber_layers import Build
@@ -30,9 +33,31 @@ from jgr.serving.scorers.user_block import part_layout, read_candidates, read_us
 T = TypeVar("T")
 
 Int32 = npt.NDArray[np.int32]
+UInt8 = npt.NDArray[np.uint8]
 Share = Literal["part", "request", "cache"]
 Program = Callable[..., Any]
 """A compiled program, or a plain function that dispatches its operations one by one."""
+
+
+class Window(NamedTuple):
+    """Users of at most so many events, and the model for these. kept, state: shapes of what is kept of one, and of what
+    candidates are scored with."""
+
+    events: int
+    cfg: ScorerConfig
+    kept: PyTree
+    state: PyTree
+    tokens: int | None
+    """How many tokens have places in what is kept; None: that has one size."""
+
+
+class UserPrograms(NamedTuple):
+    """A window's programs of the user's part. read(words, params) -> kept. grow(words, params, kept) -> kept adds
+    events; None: users do not grow. renew(words, params, kept) -> state takes `kept` for good; None: state is kept."""
+
+    read: Program
+    grow: Program | None = None
+    renew: Program | None = None
 
 
 class Programs:
@@ -44,6 +69,7 @@ class Programs:
     operation after the other. Raises HistoryIsWhole where the model's users cannot grow, ConfigError where it has no
     such build. devices: those that share the model; all else than its items is whole on each of them. paged: whether
     the items' embeddings are given to each run as the rows that it reads, in order: a history's, then candidates'.
+    lengths: see `scorers.windows`; for kept users alone.
     """
 
     def __init__(
@@ -57,6 +83,7 @@ class Programs:
         build: Build = "fused",
         devices: Devices = ONE,
         paged: bool = False,
+        lengths: Sequence[int] = (),
     ) -> None:
         self.items, self.devices, self.paged = cfg.n_items, devices, paged
         self._model, self._cfg, self._build = scorers.scorer(cfg, build), cfg, build
@@ -74,32 +101,49 @@ class Programs:
         self.growth, self._keeping = growth, growing(cfg) if growth else kept
         self.along: PyTree = None if self._keeping is None else self._keeping.along
         """For each leaf of what is kept the axis of the user's tokens; None: its size is the same for all users."""
-        words = jax.ShapeDtypeStruct((self.user.size // 4,), np.uint32)
-        params = self.shaped(self.needs.max_items)
-        self.kept: PyTree = jax.eval_shape(self._read, words, params)
-        self._state: PyTree = self.kept  # shapes, as those of what is kept
-        if self._keeping is not None:
-            self._state = jax.eval_shape(self._renewed, words, params, self.kept)
+        events = (self.needs.max_items,) if self._keeping is None else scorers.windows(cfg, lengths)
+        self.windows: tuple[Window, ...] = tuple(map(self._window, events))
+        """For users of how many events there are programs, ascending; the last are those of all users."""
+        self._forms = {_form(window.state): window for window in self.windows[::-1]}
         self._compiled: dict[int, Program] = {}
+        self._parts: dict[tuple[int, Hashable], Program] = {}
+        self._users_of: dict[int, UserPrograms] = {}
         self._whole: dict[int, Program] = {}
-        self._grow: Program
-        self.renew: Program | None = None
-        """renew(words, params, kept) -> state, compiled with USER_PART; takes `kept` for good. None: state is kept."""
 
     def __getitem__(self, size: int) -> Program:
-        """The program of a size: (words, params, state, out) -> scores [1, m, P]; of USER_PART: (words, params) ->
-        kept."""
+        """The program of a size for users of any length: (words, params, state, out) -> scores [1, m, P]; of USER_PART:
+        (words, params) -> kept."""
         return self._compiled[size]
+
+    @property
+    def kept(self) -> PyTree:
+        """The shapes of what is kept of the longest user."""
+        return self.windows[-1].kept
+
+    @property
+    def forms(self) -> int:
+        """How many different shapes states have: each size has so many programs."""
+        return len(self._forms)
+
+    def window(self, block: UInt8) -> Window:
+        """The smallest window that holds the user of a block."""
+        if len(self.windows) == 1:
+            return self.windows[0]
+        count = np.count_nonzero(self.user.views(block)["rows"] >= 0)
+        return next(window for window in self.windows if count <= window.events)
+
+    def user_part(self, window: Window) -> UserPrograms:
+        """The programs of the user's part, compiled with USER_PART."""
+        return self._users_of[window.events]
+
+    def part(self, size: int, state: PyTree) -> Program:
+        """The program of a size for a state, or for none; compiled with the size."""
+        return self._compiled[size] if len(self._forms) == 1 else self._parts[size, _form(state)]
 
     def whole(self, size: int) -> Program:
         """The program of a part that computes the user too: (words, params, None, out) -> scores; compiled with the
         size."""
         return self._whole[size]
-
-    @property
-    def grow(self) -> Program:
-        """The program that adds events to a kept user: (words, params, kept) -> kept; compiled with USER_PART."""
-        return self._grow
 
     def shaped(self, count: int) -> PyTree:
         """The parameters, with the shape of `count` gathered rows where these are given to each run."""
@@ -110,9 +154,12 @@ class Programs:
     @property
     def counts(self) -> tuple[int, ...]:
         """Numbers of rows that runs gather."""
-        events = self.needs.max_items
-        whole = {events + size for size in self.sizes} if self.may_be_whole or self.share == "part" else set()
-        parts = set() if self.share == "part" else {events, *self.sizes}
+        events = {window.events for window in self.windows}
+        longest = self.needs.max_items
+        whole = (
+            {longest + size for size in self.sizes} if self.may_be_whole or self.share == "part" else set()
+        )
+        parts = set() if self.share == "part" else {*events, *self.sizes}
         return tuple(sorted(parts | whole))
 
     def renewing(self, rows: Int32) -> Int32:
@@ -133,64 +180,93 @@ class Programs:
         if size in self._compiled:
             return self._compiled[size]
         if size == USER_PART:
-            words = Staging(self.user, self.devices).example
-            params = self.shaped(self.needs.max_items)
-            program = self._make("read", self._read, words, params)
-            if self.growth:
-                self._grow = self._make("grow", self._grown, words, params, self.kept)
-            if self._keeping is not None:
-                # Keys and values are most of either, or are not in the state at all.
-                given = (2,) if _shapes(self.kept) <= _shapes(self._state) else ()
-                self.renew = self._make("renew", self._renewed, words, params, self.kept, donate=given)
+            for window in self.windows:
+                self._users_of[window.events] = self._compile_user(window)
+            self._compiled[size] = self._users_of[self.needs.max_items].read
         else:
-            state = None if self.share == "part" else jax.tree.map(self._placed, self._state)
-            program = self._compile(size, state)
+            for form, window in self._forms.items():
+                state = None if self.share == "part" else jax.tree.map(self._placed, window.state)
+                self._parts[size, form] = self._compile_part(size, state, window.cfg)
+            self._compiled[size] = self._parts[size, _form(self.windows[-1].state)]
             if self.may_be_whole:
-                self._whole[size] = self._compile(size, None)
-        self._compiled[size] = program
-        return program
+                self._whole[size] = self._compile_part(size, None, self._cfg)
+        return self._compiled[size]
 
-    def _compile(self, size: int, state: PyTree) -> Program:
+    def _window(self, events: int) -> Window:
+        cfg = scorers.within(self._cfg, events)
+        words = jax.ShapeDtypeStruct((self.user.size // 4,), np.uint32)
+        params = self.shaped(events)
+        kept: PyTree = jax.eval_shape(partial(self._read, cfg), words, params)
+        state = kept
+        if self._keeping is not None:
+            state = jax.eval_shape(partial(self._renewed, cfg), words, params, kept)
+        tokens = None if self._keeping is None else tokens_of(kept, self.along)
+        return Window(events, cfg, kept, state, tokens)
+
+    def _compile_user(self, window: Window) -> UserPrograms:
+        cfg, kept, state = window.cfg, window.kept, window.state
+        words = Staging(self.user, self.devices).example
+        params = self.shaped(window.events)
+        read = self._make("read", cfg, partial(self._read, cfg), words, params)
+        grow = renew = None
+        if self.growth:
+            grow = self._make("grow", cfg, partial(self._grown, cfg), words, params, kept)
+        if self._keeping is not None:
+            # Keys and values are most of either, or are not in the state at all.
+            given = (2,) if _shapes(kept) <= _shapes(state) else ()
+            renewed = partial(self._renewed, cfg)
+            renew = self._make("renew", cfg, renewed, words, params, kept, donate=given)
+        return UserPrograms(read, grow, renew)
+
+    def _compile_part(self, size: int, state: PyTree, cfg: ScorerConfig) -> Program:
         """A part's program; without a state it computes the user."""
         layout = self.layouts[size]
         words = Staging(layout, self.devices).example
         out = self._placed(jax.ShapeDtypeStruct(self.out_shape(size), np.float32))
         params = self.shaped(size + (self.needs.max_items if state is None else 0))
-        return self._make(
-            f"score {size}", partial(self._score, layout), words, params, state, out, donate=(3,)
-        )
+        score = partial(self._score, layout, cfg)
+        return self._make(f"score {size}", cfg, score, words, params, state, out, donate=(3,))
 
     def _placed(self, shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         if self.devices.count == 1:
             return shape
         return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=self.devices.everywhere)
 
-    def _make(self, name: str, call: Program, *arguments: Any, donate: tuple[int, ...] = ()) -> Program:
+    def _make(
+        self, name: str, cfg: ScorerConfig, call: Program, *arguments: Any, donate: tuple[int, ...] = ()
+    ) -> Program:
         if self._build == "op_by_op":
             return call
         # All that `call` takes from this object, so that a reload finds the programs of the weights before it.
-        key = name, self._cfg, self._build, self.share, self.schema, self.growth, self.paged
+        key = name, cfg, self._build, self.share, self.schema, self.growth, self.paged
         return compiled(call, *arguments, key=key, donate=donate, keep_unused=True)
 
-    def _users(self, words: jax.Array) -> Users:
+    def _users(self, words: jax.Array, events: int) -> Users:
+        """The user of a block with the first so many places of the history."""
         users = read_users(self.user, self.needs, words)
+        rows, actions, times = (x[:, :events] for x in (users.rows, users.actions, users.times))
+        users = users._replace(rows=rows, actions=actions, times=times)
         return scorers.placed(users) if self.paged else users
 
-    def _read(self, words: jax.Array, params: PyTree) -> PyTree:
-        users = self._users(words)
+    def _read(self, cfg: ScorerConfig, words: jax.Array, params: PyTree) -> PyTree:
         model = self._model.read if self._keeping is None else self._keeping.begin
-        return split.everywhere(model(params, self._cfg, users))
+        return split.everywhere(model(params, cfg, self._users(words, cfg.max_items)))
 
-    def _grown(self, words: jax.Array, params: PyTree, kept: PyTree) -> PyTree:
-        users = self._users(words)
-        return growing(self._cfg).grow(params, self._cfg, kept, users, self.growth)
+    def _grown(self, cfg: ScorerConfig, words: jax.Array, params: PyTree, kept: PyTree) -> PyTree:
+        return growing(cfg).grow(params, cfg, kept, self._users(words, cfg.max_items), self.growth)
 
-    def _renewed(self, words: jax.Array, params: PyTree, kept: PyTree) -> PyTree:
+    def _renewed(self, cfg: ScorerConfig, words: jax.Array, params: PyTree, kept: PyTree) -> PyTree:
         assert self._keeping is not None
-        return self._keeping.state(params, self._cfg, kept, self._users(words))
+        return self._keeping.state(params, cfg, kept, self._users(words, cfg.max_items))
 
     def _score(
-        self, layout: BufferLayout, words: jax.Array, params: PyTree, state: PyTree, out: jax.Array
+        self,
+        layout: BufferLayout,
+        cfg: ScorerConfig,
+        words: jax.Array,
+        params: PyTree,
+        state: PyTree,
+        out: jax.Array,
     ) -> jax.Array:
         inputs = layout.unpack(words)
         asked = read_candidates(inputs, self.needs, self.schema)
@@ -200,9 +276,9 @@ class Programs:
             places = first + jnp.arange(rows.shape[1], dtype=jnp.int32)[None]
             asked = asked._replace(rows=jnp.where(rows >= 0, places, -1))
         if state is None:
-            users = self._users(inputs["user"])
-            return split.everywhere(scorers.rank(self._model, params, self._cfg, users, asked))
-        return split.everywhere(self._model.score(params, self._cfg, state, asked))
+            users = self._users(inputs["user"], cfg.max_items)
+            return split.everywhere(scorers.rank(self._model, params, cfg, users, asked))
+        return split.everywhere(self._model.score(params, cfg, state, asked))
 
 
 class Staging:
@@ -255,6 +331,11 @@ class Staging:
             out = program(words, *others)
         self._reader = out
         return out
+
+
+def _form(state: PyTree) -> Hashable:
+    """What tells states apart that need programs of their own."""
+    return tuple(leaf.shape for leaf in jax.tree.leaves(state))
 
 
 def _shapes(tree: PyTree) -> set[tuple[Any, Any]]:

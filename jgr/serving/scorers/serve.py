@@ -40,10 +40,12 @@ from jgr.serving.scorers.translation import ScorerTask, ScorerTranslator
 
 
 class PartCosts(msgspec.Struct, frozen=True):
-    """Seconds of runs by size: of parts, and of parts that compute the user too."""
+    """Seconds of runs by size: of parts, of parts that compute the user too, and of parts of users of at most so many
+    events, by that number."""
 
     parts: dict[int, float]
     whole: dict[int, float]
+    shorter: dict[int, dict[int, float]] = {}
 
 
 @dataclass(eq=False)
@@ -85,8 +87,12 @@ class ServedScorer:
         self._closing: threading.Thread | None = None
 
     def measured(self) -> PartCosts:
-        parts, whole = self.executors.costs, self.executors.whole
-        return PartCosts(*({size: s + self._handover_s for size, s in of.items()} for of in (parts, whole)))
+        def with_handover(of: Mapping[int, float]) -> dict[int, float]:
+            return {size: seconds + self._handover_s for size, seconds in of.items()}
+
+        parts, whole, shorter = self.executors.costs, self.executors.whole, self.executors.shorter
+        by_events = {events: with_handover(costs) for events, costs in shorter.items()}
+        return PartCosts(with_handover(parts), with_handover(whole), by_events)
 
     def policy(self, measured: bytes | None = None) -> Orchestrator:
         costs = self.measured() if measured is None else msgspec.json.decode(measured, type=PartCosts)
@@ -96,6 +102,7 @@ class ServedScorer:
             max_queue=self.config.batching.max_queue,
             streams=self.config.executors.streams,
             whole=costs.whole,
+            shorter=costs.shorter,
             users=self.cache,
             ordering=make_ordering(self.config),
         )
@@ -111,7 +118,8 @@ class ServedScorer:
         count, task.ready_ns, task.arrival_ns = len(task.rows), self.clock(), arrival_ns
         user = None
         if self.reads:
-            user = UserPart(task.user, None if self.cache is None else task.key.tobytes())
+            key = None if self.cache is None else task.key.tobytes()
+            user = UserPart(task.user, key, self._within(task.usage.history_items))
         return Job(
             job_id,
             "rank",
@@ -123,6 +131,10 @@ class ServedScorer:
             waits=self.features is not None and count > 0,
             priority=task.request.priority,
         )
+
+    def _within(self, events: int) -> int:
+        """The number of events whose programs are the user's, see `UserPart.within`."""
+        return next((most for most in self.executors.shorter if events <= most), 0)
 
     async def read(self, request: Asked) -> None:
         """A scorer reads no texts."""

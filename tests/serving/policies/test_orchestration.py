@@ -12,6 +12,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from msgspec import structs
 
 from jgr.serving.policies.jobs import (
     Accepted,
@@ -125,6 +126,32 @@ def test_a_request_is_split_over_executors_and_joined_by_place() -> None:
     assert o.commit(1, "well", 1) == Committed()
     assert o.commit(0, "well", 2) == Committed(done=(1,))
     assert (o.idle(4), o.idle(8), len(o.jobs)) == (2, 1, 0)
+
+
+def test_requests_are_split_and_foreseen_by_the_costs_of_the_users_length() -> None:
+    costs = {4: 9.0, 8: 10.0, USER_PART: 20.0}
+    short = {4: 2.0, 8: 7.0, USER_PART: 1.0}
+    o = Orchestrator((USER_PART, 4, 8), costs, max_queue=9, shorter={2: short}, streams=1)
+
+    def of(within: int, id: int = 1) -> Job:
+        return Job(id, "rank", 0, 7, 0, None, user=UserPart("somebody", within=within))
+
+    assert o.parts(7, True) == (True, (8,)) and o.parts(7, True, 2) == (True, (4, 4))
+    assert [o._alone_ns(of(within)) for within in (0, 2, 99)] == [
+        30e9,
+        5e9,
+        30e9,
+    ]  # 99: nothing is known of it
+    assert o._ready_by_ns(structs.replace(of(2), deadline_ns=10**10), 0) == 3e9
+    submit(o, of(2), of(0, 2))
+    found = o.plan(0)
+    assert starts(found) == [(1, 0, 0, 0)]
+    assert o._begun_ns() == 4e9  # its two parts
+    before = o.costs.ns(USER_PART), o.costs.ns((USER_PART, 2))
+    o.commit(found.starts[0].run, "well", 2 * 10**9)
+    after = o.costs.ns(USER_PART), o.costs.ns((USER_PART, 2))
+    assert after[1] / before[1] > after[0] / before[0] > 1  # the length's own costs learn most
+    assert [start[2:] for start in starts(o.plan(2 * 10**9))] == [(0, 4)]
 
 
 def test_a_request_of_one_part_has_its_user_in_it_where_that_is_cheaper() -> None:
@@ -311,7 +338,8 @@ class AgainstNaive(RuleBasedStateMachine):
         self.now = 0
         self.real = Orchestrator(
             self.EXECUTORS, {USER_PART: 4.0, 2: 3.0, 4: 5.0}, max_queue=self.MAX_QUEUE, streams=self.STREAMS,
-            whole={2: 6.0, 4: 10.0}, ordering=Ordering("edf", PATIENCE_NS),
+            whole={2: 6.0, 4: 10.0}, shorter={3: {USER_PART: 1.0, 2: 1.0, 4: 5.0}},
+            ordering=Ordering("edf", PATIENCE_NS),
         )  # fmt: skip
         self.jobs: dict[int, Naive] = {}
         self.flying: dict[int, Start] = {}
@@ -323,10 +351,13 @@ class AgainstNaive(RuleBasedStateMachine):
         patience=st.sampled_from((None, 1, 3, 9)),
         reads=st.booleans(),
         waits=st.booleans(),
+        short=st.booleans(),
     )
-    def submit(self, count: int, patience: int | None, reads: bool, waits: bool) -> None:
+    def submit(self, count: int, patience: int | None, reads: bool, waits: bool, short: bool) -> None:
         deadline, reads = None if patience is None else self.now + patience, reads or not count
-        new = make(next(self.ids), count, self.now, deadline, reads, waits)
+        new, short = make(next(self.ids), count, self.now, deadline, reads, waits), short and reads
+        if short:
+            new = structs.replace(new, user=UserPart("somebody", within=3))
         verdict = self.real.submit(new, self.now)
         dated = patience is not None
         alike = [job for job in self.jobs.values() if (job.job.deadline_ns is not None) == dated]
@@ -337,8 +368,10 @@ class AgainstNaive(RuleBasedStateMachine):
         # Costs of 3 and 5: as many fours as fit; a rest of one or two is a two, one of three a four.
         fours, rest = divmod(count, 4)
         parts = [4] * (fours + (rest == 3)) + [2] * (0 < rest < 3)
+        if short:  # 1 and 5: twos alone
+            parts = [2] * -(-count // 2)
         naive = Naive(new, new.id, held=waits)
-        if reads and (count > 4 or not count):  # one part has its user in it
+        if reads and (count > (2 if short else 4) or not count):  # one part has its user in it
             naive.runs[USER_PART, 0, 0] = "waiting"
         for at, size in enumerate(parts):
             first = sum(parts[:at])

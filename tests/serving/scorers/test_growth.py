@@ -228,6 +228,7 @@ def test_users_grow_at_once_in_any_order_and_company_and_some_runs_fail(tmp_path
         scenario,
         "executors.streams=4",
         "executors.number=3",
+        "executors.history_lengths=2,4",
         "cache.cell_tokens=1",
         "cache.device_mb=0.002",  # two pages, each of eight events
     )

@@ -67,14 +67,18 @@ def test_who_asks_again_later_is_the_same_user_and_is_scored_for_then(
         "executors.share_user=cache",
         "cache.device_mb=0.1",
         "executors.number=1",
+        "executors.history_lengths=2",
         *ONE_SIZE,
     )
     with ScorerServer(config) as server:
         bodies = [body(cfg, time=MONDAY + DAY + later) for later in LATER]
         before = server.metric('jgr_compilations_total{phase="request"}')
         answers = [server.rank(**asked) for asked in bodies]
+        short = [body(cfg, 2, user_id="short", time=MONDAY + DAY * days) for days in (1, 2)]
+        quick = [server.rank(**asked) for asked in short]
         assert server.metric('jgr_compilations_total{phase="request"}') == before
-        for asked, answer in zip(bodies, answers, strict=True):
+        assert [answer["usage"]["computed_tokens"] > 0 for answer in quick] == [True, False]
+        for asked, answer in zip([*bodies, *short], [*answers, *quick], strict=True):
             compare(answer, cfg, asked)
         prompt = answers[0]["usage"]["prompt_tokens"]
         assert [answer["usage"]["cached_tokens"] for answer in answers] == [0, prompt, prompt, prompt]

@@ -128,7 +128,8 @@ def test_scores_are_exact_while_the_border_moves_beside_kept_users(tmp_path: Pat
     kept = ("executors.share_user=cache", "executors.growth=2", "cache.device_mb=0.03")
     bodies = [asked(HSTU, seed) for seed in range(40)]
     resident, _ = answers(settings(folder, *kept), bodies)
-    with ScorerServer(settings(folder, *kept, "embeddings.tables=paged", "memory.split=0.4")) as server:
+    paged = (*kept, "embeddings.tables=paged", "memory.split=0.4", "executors.history_lengths=3")
+    with ScorerServer(settings(folder, *paged)) as server:
         served: Any = server.engine.served
         border, take = served.paging.border, served.take
         users_least = border.total - border.most
