@@ -108,6 +108,17 @@ def require_proxy(proxies: Callable[[], Iterable[str]], address: str, patience_s
         time.sleep(LOOK_S)
 
 
+def require_address(found: tuple[str, int], wanted: tuple[str, int]) -> None:
+    """Raises UserError where Ray's proxies are told to listen elsewhere, hosts and ports: a cluster that is there keeps
+    the address that its proxies began with, and nobody would be at the other one."""
+    if found != wanted:
+        (host, port), (own_host, own_port) = found, wanted
+        raise UserError(
+            f"server.host, server.port: the proxies of this Ray cluster listen on {host}:{port}, not {own_host}:{own_port}: "
+            "take that, or end Ray Serve there first"
+        )
+
+
 def require_head(address: str) -> None:
     """Raises UserError where nobody listens on the address of a Ray cluster, HOST:PORT. What Ray finds itself, such as
     auto, is left to it."""
@@ -213,6 +224,7 @@ def _serve(source: Source, host: str, port: int, address: str | None) -> int:
 def _deploy(source: Source, host: str, port: int) -> None:
     """Have Ray serve the application. Raises UserError where its replicas do not start."""
     from ray import serve
+    from ray.serve.context import _get_global_client
 
     from jgr.serving.cluster.application import NAME, application
 
@@ -221,6 +233,8 @@ def _deploy(source: Source, host: str, port: int) -> None:
         return {} if found is None else {name: each.message for name, each in found.deployments.items()}
 
     serve.start(http_options={"host": host, "port": port}, proxy_location="EveryNode")
+    http = _get_global_client().http_config  # Ray tells it nowhere else without its dashboard
+    require_address((http.host, http.port), (host, port))
     built = application(source)
     _log.info("deployed; replicas load their models and compile")
     over = threading.Event()

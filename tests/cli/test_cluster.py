@@ -10,7 +10,15 @@ import threading
 
 import pytest
 
-from jgr.cli.cluster import failure, own_port, require_head, require_proxy, require_room, tell_failures
+from jgr.cli.cluster import (
+    failure,
+    own_port,
+    require_address,
+    require_head,
+    require_proxy,
+    require_room,
+    tell_failures,
+)
 from jgr.config import ConfigError
 from jgr.config_fleet import FleetConfig
 from jgr.fields import UserError
@@ -38,6 +46,14 @@ def test_a_fleet_is_there_once_one_of_its_proxies_listens() -> None:
 def test_items_are_not_given_on_every_address_because_a_field_was_left_empty() -> None:
     with pytest.raises(ConfigError, match=r"fleet\.items_host must not be empty"):
         FleetConfig(items_host="")
+
+
+def test_a_port_that_the_proxies_of_a_cluster_do_not_have_is_refused() -> None:
+    require_address(("0.0.0.0", 8000), ("0.0.0.0", 8000))
+    with pytest.raises(
+        UserError, match=r"listen on 0.0.0.0:8000, not 127.0.0.1:8001: take that, or end Ray Serve"
+    ):
+        require_address(("0.0.0.0", 8000), ("127.0.0.1", 8001))
 
 
 def test_a_head_that_nobody_is_at_is_refused_at_once() -> None:
