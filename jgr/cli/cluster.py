@@ -2,7 +2,7 @@
 """`jgr cluster`: serves one or several models by replicas on Ray Serve, until SIGTERM or Ctrl-C.
 
 Models are given as for `jgr serve`. Without --address Ray is started on this machine and ends with the command; with it
-the application is deployed on a cluster that is there, and stays. The URL is printed to stdout once a replica serves.
+the application is deployed on a cluster that is there, and stays. The URL is printed to stdout once all replicas serve.
 """
 
 from __future__ import annotations
@@ -114,8 +114,8 @@ def require_address(found: tuple[str, int], wanted: tuple[str, int]) -> None:
     if found != wanted:
         (host, port), (own_host, own_port) = found, wanted
         raise UserError(
-            f"server.host, server.port: the proxies of this Ray cluster listen on {host}:{port}, not {own_host}:{own_port}: "
-            "take that, or end Ray Serve there first"
+            f"server.host, server.port: the proxies of this Ray cluster listen on {host}:{port}, not "
+            f"{own_host}:{own_port}: take that, or end Ray Serve there first"
         )
 
 
