@@ -270,6 +270,7 @@ def prefill(
     keys = None if key is None else jax.random.split(key, (cfg.layers + 1, 2))
     is_everything = read is None or read.shape[1] >= tokens.shape[1]
     native = native_weights(params.layers, tokens) if dropout is None and attention == "auto" else None
+    real = None if native is None else _real(described, seen_by, tokens.shape[1])
 
     def drop(x: jax.Array, dropout_key: jax.Array | None) -> jax.Array:
         return x if dropout is None or dropout_key is None else dropout(x, dropout_key)
@@ -320,7 +321,7 @@ def prefill(
             if is_plain:
                 h = h + drop(_mlp(cfg, layer, h), mlp_key)
             elif fused is not None:
-                h = layer_output(h, out, fused, number, eps=cfg.norm_eps)
+                h = layer_output(h, out, fused, number, eps=cfg.norm_eps, real=real)
             else:
                 h = joined_layers.output(layer, h, out, cfg.norm_eps)
         return h, (k, v, h if keep_layers else None)
@@ -331,7 +332,8 @@ def prefill(
         """The queries of those tokens of h that `asked` keeps, [B, P, H, d]; keys and values of all, [B, K, T, d]."""
         if native is not None:
             given = h, native[0], number, cos, sin
-            q, k, v = attention_inputs(*given, eps=cfg.norm_eps, head=cfg.head_dim, queries=asked is whole)
+            sizes: Any = {"eps": cfg.norm_eps, "head": cfg.head_dim}
+            q, k, v = attention_inputs(*given, **sizes, queries=asked is whole, real=real)
             if q is not None:
                 return q, k, v
         if isinstance(layer, JoinedLayer):
@@ -357,6 +359,12 @@ def prefill(
         )
         h = of_read(h) if is_everything and read is not None else h
         return Prefill(rms_norm(h, params.norm, cfg.norm_eps), ContextKV(k, v), kept)
+
+
+def _real(described: Tokens | Causal, seen_by: jax.Array | None, count: int) -> jax.Array:
+    """Which of the `count` tokens of each row are no padding, [B, T]."""
+    real: jax.Array = spell_out(described, count, 0).request >= 0
+    return real if seen_by is None else real | (seen_by >= 0)
 
 
 def decode(

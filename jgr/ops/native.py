@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-INTERFACE = 2
+INTERFACE = 3
 """The calls that this version of jgr makes; the library must have the same number."""
 CALLS = ("attention", "inputs", "output")
 COLUMNS = 64

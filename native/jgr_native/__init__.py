@@ -7,7 +7,7 @@ import ctypes
 import importlib.util
 from pathlib import Path
 
-INTERFACE = 2
+INTERFACE = 3
 """Raised with every change of what a call takes or gives; jgr uses no library of another number."""
 
 

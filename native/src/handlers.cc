@@ -175,10 +175,30 @@ constexpr int64_t kRows = 96;  // about as many rows as a core's cache holds wit
 // run(first, rows) for ranges of all rows, as many for each thread.
 template <class Run>
 void over_rows(ffi::ThreadPool& pool, int64_t rows, Run run) {
+  if (rows == 0) return;
   const int64_t threads = std::max<int64_t>(pool.num_threads(), 1);
   const int64_t ranges = ((rows + kRows - 1) / kRows + threads - 1) / threads * threads;
   const int64_t size = ((rows + ranges - 1) / ranges + kRowTile - 1) / kRowTile * kRowTile;
   parallel(pool, (rows + size - 1) / size, [=](int64_t i) { run(i * size, std::min(size, rows - i * size)); });
+}
+
+// The places of the tokens that are there, of real [B, T].
+std::vector<int64_t> places_of(const Ints& real) {
+  std::vector<int64_t> found;
+  const int32_t* at = real.typed_data();
+  for (int64_t i = 0, count = real.element_count(); i < count; ++i)
+    if (at[i] != 0) found.push_back(i);
+  return found;
+}
+
+// Zeros for the tokens that are not there: to [B, groups, T, size] or, with one group, [B, T, size].
+void clear_others(const Ints& real, float* to, int64_t groups, int64_t size) {
+  const int64_t batch = real.dimensions()[0], tokens = real.dimensions()[1];
+  for (int64_t row = 0; row < batch; ++row)
+    for (int64_t token = 0; token < tokens; ++token)
+      if (real.typed_data()[row * tokens + token] == 0)
+        for (int64_t group = 0; group < groups; ++group)
+          std::fill_n(to + ((row * groups + group) * tokens + token) * size, size, 0.0f);
 }
 
 const float* layer_of(const Floats& stack, int64_t layer) {
@@ -209,9 +229,10 @@ const float* if_there(const Floats& stack, int64_t layer) {
   return stack.dimensions()[1] == 0 ? nullptr : layer_of(stack, layer);
 }
 
-// h [B, T, D]; weights are stacks [L, ...], of which the one of `number` is meant; biases and the norms of heads have a
-// size of 0 where there are none. queries = false: q [B, T, 0, d] is not computed. packed: working memory.
-ffi::Error inputs(ffi::ThreadPool pool, Floats h, Ints number, Floats cos, Floats sin, Floats norm, Weights wq, Weights wk,
+// h [B, T, D]; real [B, T]: 0 for padding, which is not computed. Weights are stacks [L, ...], of which the one of
+// `number` is meant; biases and the norms of heads have a size of 0 where there are none. queries = false: q [B, T, 0, d]
+// is not computed. packed: working memory.
+ffi::Error inputs(ffi::ThreadPool pool, Floats h, Ints real, Ints number, Floats cos, Floats sin, Floats norm, Weights wq, Weights wk,
                   Weights wv, Floats q_scale, Floats k_scale, Floats v_scale, Floats bq, Floats bk, Floats bv,
                   Floats q_norm, Floats k_norm, Made q, Made k, Made v, Made packed, float eps) {
   Check check;
@@ -231,6 +252,7 @@ ffi::Error inputs(ffi::ThreadPool pool, Floats h, Ints number, Floats cos, Float
   check_matrix(check, "wk", wk, k_scale, {layers, hidden, kv_heads * dim});
   check_matrix(check, "wv", wv, v_scale, {layers, hidden, kv_heads * dim});
   check.is("norm", norm, {layers, hidden})
+      .is("real", real, {batch, tokens})
       .is("cos", cos, {batch, tokens, 1, dim / 2})
       .is("sin", sin, {batch, tokens, 1, dim / 2})
       .is("q", *q, {batch, tokens, heads, dim})
@@ -259,14 +281,18 @@ ffi::Error inputs(ffi::ThreadPool pool, Floats h, Ints number, Floats cos, Float
   call.q = heads > 0 ? q->typed_data() : nullptr, call.k = k->typed_data(), call.v = v->typed_data();
   call.tokens = tokens, call.hidden = hidden, call.heads = heads, call.kv_heads = kv_heads, call.dim = dim;
   call.eps = eps;
-  over_rows(pool, batch * tokens, [call, &kernels](int64_t first, int64_t rows) {
+  const std::vector<int64_t> places = places_of(real);
+  call.places = places.data();
+  if (heads > 0) clear_others(real, call.q, 1, heads * dim);
+  clear_others(real, call.k, kv_heads, dim), clear_others(real, call.v, kv_heads, dim);
+  over_rows(pool, static_cast<int64_t>(places.size()), [call, &kernels](int64_t first, int64_t rows) {
     kernels.inputs(call, first, rows, room(kernels.inputs_room(call, rows)));
   });
   return ffi::Error::Success();
 }
 
-// h [B, T, D], attended [B, T, H * d]; weights are stacks [L, ...]. packed: working memory.
-ffi::Error output(ffi::ThreadPool pool, Floats h, Floats attended, Ints number, Weights wo, Floats norm, Weights gate,
+// h [B, T, D], attended [B, T, H * d], real as above; weights are stacks [L, ...]. packed: working memory.
+ffi::Error output(ffi::ThreadPool pool, Floats h, Floats attended, Ints real, Ints number, Weights wo, Floats norm, Weights gate,
                   Weights up, Weights down, Floats o_scale, Floats gate_scale, Floats up_scale, Floats down_scale,
                   Made out, Made packed, float eps) {
   Check check;
@@ -282,6 +308,7 @@ ffi::Error output(ffi::ThreadPool pool, Floats h, Floats attended, Ints number, 
   check_matrix(check, "up", up, up_scale, {layers, hidden, mlp});
   check_matrix(check, "down", down, down_scale, {layers, mlp, hidden});
   check.is("attended", attended, {batch, tokens, inner})
+      .is("real", real, {batch, tokens})
       .is("norm", norm, {layers, hidden})
       .is("out", *out, {batch, tokens, hidden})
       .that(layer >= 0 && layer < layers, "number must be that of a layer");
@@ -302,7 +329,10 @@ ffi::Error output(ffi::ThreadPool pool, Floats h, Floats attended, Ints number, 
   call.h = h.typed_data(), call.attended = attended.typed_data(), call.norm = layer_of(norm, layer);
   call.packed_o = of_o.to, call.packed_gate = of_gate.to, call.packed_up = of_up.to, call.packed_down = of_down.to;
   call.out = out->typed_data(), call.inner = inner, call.hidden = hidden, call.mlp = mlp, call.eps = eps;
-  over_rows(pool, batch * tokens, [call, &kernels](int64_t first, int64_t rows) {
+  const std::vector<int64_t> places = places_of(real);
+  call.places = places.data();
+  clear_others(real, call.out, 1, hidden);
+  over_rows(pool, static_cast<int64_t>(places.size()), [call, &kernels](int64_t first, int64_t rows) {
     kernels.output(call, first, rows, room(kernels.output_room(call, rows)));
   });
   return ffi::Error::Success();
@@ -339,15 +369,16 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     jgr_native_inputs, jgr::inputs,
-    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<jgr::Floats>().Arg<jgr::Ints>().Arg<jgr::Floats>().Arg<jgr::Floats>()
-        .Arg<jgr::Floats>().Arg<jgr::Weights>().Arg<jgr::Weights>().Arg<jgr::Weights>().Arg<jgr::Floats>()
+    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<jgr::Floats>().Arg<jgr::Ints>().Arg<jgr::Ints>().Arg<jgr::Floats>()
+        .Arg<jgr::Floats>().Arg<jgr::Floats>().Arg<jgr::Weights>().Arg<jgr::Weights>().Arg<jgr::Weights>().Arg<jgr::Floats>()
         .Arg<jgr::Floats>().Arg<jgr::Floats>().Arg<jgr::Floats>().Arg<jgr::Floats>().Arg<jgr::Floats>()
         .Arg<jgr::Floats>().Arg<jgr::Floats>().Ret<ffi::Buffer<ffi::F32>>().Ret<ffi::Buffer<ffi::F32>>()
         .Ret<ffi::Buffer<ffi::F32>>().Ret<ffi::Buffer<ffi::F32>>().Attr<float>("eps"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     jgr_native_output, jgr::output,
-    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<jgr::Floats>().Arg<jgr::Floats>().Arg<jgr::Ints>().Arg<jgr::Weights>()
+    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<jgr::Floats>().Arg<jgr::Floats>().Arg<jgr::Ints>().Arg<jgr::Ints>()
+        .Arg<jgr::Weights>()
         .Arg<jgr::Floats>().Arg<jgr::Weights>().Arg<jgr::Weights>().Arg<jgr::Weights>().Arg<jgr::Floats>()
         .Arg<jgr::Floats>().Arg<jgr::Floats>().Arg<jgr::Floats>().Ret<ffi::Buffer<ffi::F32>>()
         .Ret<ffi::Buffer<ffi::F32>>().Attr<float>("eps"));

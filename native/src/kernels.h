@@ -31,6 +31,7 @@ struct Attention {
 
 // The projections in front of an attention, of rows [rows, hidden]; a row is a token. Null where there is none.
 struct Inputs {
+  const int64_t* places;                   // the rows that are computed; kernels get a range of these
   const float *h, *norm, *cos, *sin;       // cos, sin: [rows, dim / 2]
   const float *packed_q, *packed_k, *packed_v;
   const float *bias_q, *bias_k, *bias_v, *norm_q, *norm_k;
@@ -41,6 +42,7 @@ struct Inputs {
 
 // What follows an attention, of rows [rows, hidden]: its output matrix and the gated MLP, each added to h.
 struct Output {
+  const int64_t* places;                   // as in Inputs
   const float *h, *attended, *norm;
   const float *packed_o, *packed_gate, *packed_up, *packed_down;
   float* out;

@@ -130,6 +130,28 @@ def test_matrices_in_8_bits_give_what_their_floats_give(kernels: str, kind: str)
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=3e-5)
 
 
+@pytest.mark.parametrize("op", (OF_INPUTS, OF_OUTPUT), ids=lambda op: op.name)
+def test_padding_of_a_layer_is_not_computed_and_has_no_effect(kernels: str, op: OpCases) -> None:
+    """Padding anywhere: zeros come of it, whatever stands in it, and what is real gets the same as without it."""
+    case = next(case for case in op.cases if case.name == "odd_sizes")
+    given, real = op.draw(case, jnp.float32), np.random.default_rng(3).random((3, 31)) < 0.4
+    real[1] = False
+    moved = {name: np.array(x) for name, x in given.items() if name in ("h", "attended", "cos", "sin")}
+
+    def call(arrays: Any, **options: Any) -> list[Array]:
+        made = op.call(**{**given, **arrays}, **op.options(case), implementation="native", **options)
+        # k and v are [B, K, T, d], all else [B, T, ...]
+        return [np.asarray(x if x.shape[1] == 31 else x.swapaxes(1, 2)) for x in jax.tree.leaves(made)]
+
+    want = call(moved)
+    for x in moved.values():
+        x[~real] = np.nan
+    for got, whole in zip(call(moved, real=jnp.asarray(real)), want, strict=True):
+        np.testing.assert_allclose(got[real], whole[real], rtol=1e-6, atol=1e-6)
+        assert not got[~real].any()
+    assert not any(x.any() for x in call(moved, real=jnp.zeros((3, 31), bool)))
+
+
 @jax.jit
 def attend(call: Arguments) -> jax.Array:
     return attention_form.segment_attention(call)

@@ -45,6 +45,7 @@ def attention_inputs(
     eps: float,
     head: int,
     queries: bool = True,
+    real: jax.Array | None = None,
     implementation: str = "auto",
 ) -> tuple[jax.Array | None, jax.Array, jax.Array]:
     """The queries, keys and values of a layer: heads of rmsnorm(h) w + b, those of q and k normed and turned.
@@ -55,11 +56,12 @@ def attention_inputs(
         cos, sin: [B, T, 1, d / 2] float32; dimension i of a head is turned with i + d / 2.
         eps: of the norms. head: d, an even number.
         queries: whether the queries are computed.
+        real: [B, T] bool, which tokens are no padding; default all. What others get is finite where h is, no more.
 
     Returns:
         q [B, T, H, d], or None where they are not wanted, and k and v [B, K, T, d].
     """
-    call = Inputs(h, weights, number, cos, sin, eps, head, queries)
+    call = Inputs(h, weights, number, cos, sin, eps, head, queries, real)
     made: tuple[jax.Array | None, jax.Array, jax.Array] = dispatch(
         "attention_inputs", OF_INPUTS, implementation, call
     )
@@ -73,6 +75,7 @@ def layer_output(
     number: jax.Array,
     *,
     eps: float,
+    real: jax.Array | None = None,
     implementation: str = "auto",
 ) -> jax.Array:
     """y + (silu(x gate) * (x up)) down, where y = h + attended wo and x = rmsnorm(y).
@@ -81,11 +84,11 @@ def layer_output(
         h: [B, T, D], the layer's input.
         attended: [B, T, H * d], what its attention gave.
         weights: of all layers; number: () int32, the layer that is meant.
-        eps: of the norm.
+        eps: of the norm. real: as in attention_inputs.
 
     Returns:
         [B, T, D], the layer's output.
     """
-    call = Output(h, attended, weights, number, eps)
+    call = Output(h, attended, weights, number, eps, real)
     out: jax.Array = dispatch("layer_output", OF_OUTPUT, implementation, call)
     return out

@@ -38,7 +38,8 @@ class OutputWeights(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """A call of attention_inputs. head: d. wants_queries: whether there are queries among the results."""
+    """A call of attention_inputs. head: d. wants_queries: whether there are queries among the results. real: None where
+    all tokens are."""
 
     h: jax.Array
     weights: InputWeights
@@ -48,13 +49,15 @@ class Inputs(NamedTuple):
     eps: float
     head: int
     wants_queries: bool = True
+    real: jax.Array | None = None
 
 
 class Output(NamedTuple):
-    """A call of layer_output."""
+    """A call of layer_output. real: as in Inputs."""
 
     h: jax.Array
     attended: jax.Array
     weights: OutputWeights
     number: jax.Array
     eps: float
+    real: jax.Array | None = None

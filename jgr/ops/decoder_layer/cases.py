@@ -78,6 +78,7 @@ def _inputs(
     sin: jax.Array,
     *,
     head: int,
+    real: jax.Array | None = None,
     implementation: str = "auto",
     **weights: jax.Array,
 ) -> tuple[jax.Array | None, jax.Array, jax.Array]:
@@ -86,17 +87,21 @@ def _inputs(
         name: x / np.sqrt(h.shape[2]) if name in ("wq", "wk", "wv") else x for name, x in weights.items()
     }
     given = h, InputWeights(**scaled), jnp.int32(NUMBER), cos, sin
-    return attention_inputs(*given, eps=EPS, head=head, implementation=implementation)
+    return attention_inputs(*given, eps=EPS, head=head, real=real, implementation=implementation)
 
 
 def _output(
-    h: jax.Array, attended: jax.Array, *, implementation: str = "auto", **weights: jax.Array
+    h: jax.Array,
+    attended: jax.Array,
+    *,
+    real: jax.Array | None = None,
+    implementation: str = "auto",
+    **weights: jax.Array,
 ) -> jax.Array:
     """layer_output with each array as an argument of its own. Matrices are scaled to keep the size of h."""
     scaled = {name: x if name == "norm" else x / np.sqrt(x.shape[1]) for name, x in weights.items()}
-    return layer_output(
-        h, attended, OutputWeights(**scaled), jnp.int32(NUMBER), eps=EPS, implementation=implementation
-    )
+    given = h, attended, OutputWeights(**scaled), jnp.int32(NUMBER)
+    return layer_output(*given, eps=EPS, real=real, implementation=implementation)
 
 
 def _work(case: Case, dtype: Any, of_output: bool) -> Work:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Both ops by the library jgr-native: ranges of some 96 rows, whose activations stay in a core's cache from the norm to
-the last product. Weights are packed into panels first, once a call. No gradients.
+the last product. Padding is not computed, so that a prompt takes time by its own length and not by that of the compiled
+shape; it gets zeros. Weights are packed into panels first, once a call. No gradients.
 """
 
 from __future__ import annotations
@@ -26,6 +27,10 @@ def supports(call: Inputs | Output) -> str | None:
         lambda w: None if isinstance(w, Quantized) else w, call.weights, is_leaf=_is_quantized
     )
     return native.unusable(call.h, *jax.tree.leaves(whole))
+
+
+def _real(call: Inputs | Output) -> jax.Array:
+    return jnp.ones(call.h.shape[:2], jnp.int32) if call.real is None else call.real.astype(jnp.int32)
 
 
 def _is_quantized(w: object) -> bool:
@@ -58,6 +63,7 @@ def attention_inputs(call: Inputs) -> tuple[jax.Array | None, jax.Array, jax.Arr
         "inputs",
         [(batch, tokens, heads, call.head), kv, kv, (room,)],
         call.h,
+        _real(call),
         jnp.reshape(call.number, (1,)).astype(jnp.int32),
         call.cos,
         call.sin,
@@ -78,7 +84,7 @@ def layer_output(call: Output) -> jax.Array:
     number = jnp.reshape(call.number, (1,)).astype(jnp.int32)
     (wo, *mlp_numbers), scales = _stored(w.wo, w.gate, w.up, w.down)
     out, _ = native.call(
-        "output", [call.h.shape, (room,)], call.h, call.attended, number, wo, w.norm, *mlp_numbers, *scales,
-        eps=call.eps,
+        "output", [call.h.shape, (room,)], call.h, call.attended, _real(call), number, wo, w.norm, *mlp_numbers,
+        *scales, eps=call.eps,
     )  # fmt: skip
     return out

@@ -3,8 +3,8 @@
 
 Kinds of work are `recommend` and `rank`, of rows, and `recommend_packed` and `rank_packed`, of packed rows, whose
 prompts go on from cached tokens. Shapes reach from a part of the largest configured one up to it, so that the model
-predicts between them. Works fill their shapes, since padding is computed too; only what of the context is cached varies
-within a program.
+predicts between them. Works fill their shapes, which is the most that a run of one takes; only what of the context is
+cached varies within a program.
 """
 
 from __future__ import annotations
