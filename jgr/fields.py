@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import re
 import types
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
@@ -20,6 +21,8 @@ COMPARED_CHARS = 80
 
 REDACTED = "***"
 """Printed in place of a secret. No secret may be this text, so that what was printed is never taken for a key."""
+
+_CAPITAL = re.compile(r"(?<=[a-z])(?=[A-Z])")
 
 
 class UserError(ValueError):
@@ -113,7 +116,7 @@ def is_secret(field: dataclasses.Field[Any]) -> bool:
 def check(section: Any, **minimum: float) -> None:
     """Raise ConfigError unless every field has its annotated type and is at least its minimum."""
     # A section's class is called <Section>Config, so that messages can name a field as --set does.
-    place = type(section).__name__.removesuffix("Config").lower()
+    place = _CAPITAL.sub("_", type(section).__name__.removesuffix("Config")).lower()
     hidden = {f.name for f in dataclasses.fields(section) if is_secret(f)}
     for name, hint in field_hints(type(section)).items():
         value = getattr(section, name)

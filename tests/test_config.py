@@ -57,6 +57,7 @@ def test_override_types_the_value_by_its_field(assignment: str, section: str, fi
         ("beam.width=3.5", "beam.width must be an integer, not '3.5'"),
         ("beam.width=", "beam.width must be an integer, not ''"),
         ("beam.width=0", "beam.width must be at least 1, not 0"),
+        ("data_parallel.devices=0", "data_parallel.devices must be at least 1, not 0"),
         ("beam.normalize=best", "beam.normalize must be one of valid, full, not 'best'"),
         ("profiles.tokens=", "profiles.tokens must be integers such as (1, 8), not ''"),
         ("profiles.tokens=8,8", "profiles.tokens must be ascending sizes"),

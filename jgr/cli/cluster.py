@@ -2,7 +2,7 @@
 """`jgr cluster`: serves one or several models by replicas on Ray Serve, until SIGTERM or Ctrl-C.
 
 Models are given as for `jgr serve`. Without --address Ray is started on this machine and ends with the command; with it
-the application is deployed on a cluster that is there, and stays. The URL is printed to stdout once a replica serves.
+the application is deployed on a cluster that is there, and stays. The URL is printed to stdout once all replicas serve.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,7 @@ from jgr.cli import console
 from jgr.fields import UserError, one_line
 
 if TYPE_CHECKING:
+    from jgr.config_fleet import FleetConfig
     from jgr.serving.cluster.replica import Source
 
 HELP = "serve by several replicas on Ray Serve; needs jgr[cluster]"
@@ -38,6 +40,10 @@ LOGGING = {"log_level": "WARNING", "enable_access_log": False}
 
 PROXY_S, LOOK_S = 30.0, 0.1
 """So long Ray's proxies have to listen once the replicas serve; and between two looks."""
+HEAD_S = 5.0
+"""So long the head of a Ray cluster may take to accept a connection. Ray itself tries for minutes."""
+TELL_S = 1.0
+"""Between two looks for what keeps replicas from starting."""
 
 _log = logging.getLogger(__name__)
 
@@ -76,15 +82,7 @@ def main(argv: Sequence[str]) -> int:
         values.address is None or not port
     ):  # a cluster that is there may serve this application on its port already
         port = own_port(config.server.host, port)
-    ended = threading.Event()
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        _log.info(
-            "%s: no more requests are taken, what was accepted is finished", signal.Signals(number).name
-        )
-        ended.set()
-
-    return _serve(source, config.server.host, port, values.address, ended, stop)
+    return _serve(source, config.server.host, port, values.address)
 
 
 def own_port(host: str, port: int = 0) -> int:
@@ -110,36 +108,144 @@ def require_proxy(proxies: Callable[[], Iterable[str]], address: str, patience_s
         time.sleep(LOOK_S)
 
 
-def _serve(
-    source: Source,
-    host: str,
-    port: int,
-    address: str | None,
-    ended: threading.Event,
-    stop: Callable[[int, FrameType | None], None],
-) -> int:
+def require_address(found: tuple[str, int], wanted: tuple[str, int]) -> None:
+    """Raises UserError where Ray's proxies are told to listen elsewhere, hosts and ports: a cluster that is there keeps
+    the address that its proxies began with, and nobody would be at the other one."""
+    if found != wanted:
+        (host, port), (own_host, own_port) = found, wanted
+        raise UserError(
+            f"server.host, server.port: the proxies of this Ray cluster listen on {host}:{port}, not "
+            f"{own_host}:{own_port}: take that, or end Ray Serve there first"
+        )
+
+
+def require_head(address: str) -> None:
+    """Raises UserError where nobody listens on the address of a Ray cluster, HOST:PORT. What Ray finds itself, such as
+    auto, is left to it."""
+    host, _, port = address.rpartition("://")[2].rpartition(":")
+    if not host or not port.isdecimal():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), HEAD_S).close()
+    except (OSError, OverflowError) as error:
+        raise UserError(f"--address={address}: no Ray cluster answers: {one_line(error)}") from None
+
+
+def require_room(fleet: FleetConfig, found: Mapping[str, float]) -> None:
+    """Raises UserError where a machine alone has fewer cores or GPUs than its replicas ask for: some would wait for
+    ever. found: what Ray has, by its names."""
+    for kind, field, each in (("CPU", "cpus", fleet.cpus), ("GPU", "gpus", fleet.gpus)):
+        if fleet.replicas * each > found.get(kind, 0.0):
+            raise UserError(
+                f"fleet.replicas: {fleet.replicas} with fleet.{field}={each:g} need {fleet.replicas * each:g} {kind}s, "
+                f"and Ray finds {found.get(kind, 0.0):g} here: take fewer replicas, or less for each"
+            )
+
+
+def failure(message: str) -> str:
+    """What Ray says of a deployment that is not whole yet, in one line: of a traceback what was raised."""
+    lines = message.strip().splitlines()
+    frames = [at for at, line in enumerate(lines) if line.startswith("  ")]
+    raised = lines[frames[-1] + 1 :] if frames else lines
+    kind, colon, said = " ".join(raised or lines[-1:]).partition(": ")
+    return one_line(said if colon and kind.startswith("jgr.") else f"{kind}{colon}{said}")
+
+
+def tell_failures(
+    messages: Callable[[], Mapping[str, str]], over: threading.Event, every_s: float = TELL_S
+) -> None:
+    """Log what keeps deployments, by their names, from starting, each reason once, until `over`: Ray tries again."""
+    told = {""}
+    while not over.wait(every_s):
+        for name, message in messages().items():
+            if (why := failure(message)) not in told:
+                told.add(why)
+                _log.warning("%s: %s", name, why)
+
+
+class _Stop(Exception):
+    """A signal has come before the fleet serves."""
+
+
+class _Signals:
+    """SIGTERM and SIGINT: before `serves` they end the start, after it `ended` is set."""
+
+    def __init__(self) -> None:
+        self.serves, self.ended = False, threading.Event()
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        name = signal.Signals(number).name
+        if self.serves:
+            _log.info("%s: no more requests are taken, what was accepted is finished", name)
+        elif not self.ended.is_set():
+            self.ended.set()
+            _log.info("%s: the start is given up", name)
+            raise _Stop
+        self.ended.set()
+
+
+def _serve(source: Source, host: str, port: int, address: str | None) -> int:
     import ray
     from ray import serve
 
-    from jgr.serving.cluster.application import NAME, application
     from jgr.serving.cluster.secret import HOW, require_closed
 
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)  # it tells of what nobody has asked for
+    if address is None:
+        _log.info("starting Ray on this machine")
+    else:
+        require_head(address)
     try:
         ray.init(address=address, include_dashboard=False, logging_level=logging.WARNING)
     except (ray.exceptions.AuthenticationError, ConnectionError) as error:
         raise UserError(f"the Ray cluster at {address} cannot be used: {one_line(error)}; {HOW}") from None
+    signals = _Signals()
     for number in (signal.SIGTERM, signal.SIGINT):  # Ray has just set its own, which end at once
-        signal.signal(number, stop)
+        signal.signal(number, signals)
     try:
         require_closed(ray.get_runtime_context().gcs_address)
-        serve.start(http_options={"host": host, "port": port}, proxy_location="EveryNode")
-        serve.run(application(source), name=NAME, logging_config=LOGGING)
-        require_proxy(lambda: serve.status().proxies.values(), f"{host}:{port}")
+        if address is None:
+            require_room(source.configs()[0].fleet, ray.cluster_resources())
+        _deploy(source, host, port)
+        signals.serves = True
         print(f"http://{host}:{port}", flush=True)
-        ended.wait()
+        signals.ended.wait()
+    except _Stop:
+        pass
     finally:
+        signals.serves = True  # a second signal does not break what ends
         if address is None:
             serve.shutdown()
         ray.shutdown()
     _log.info("ended")
     return 0
+
+
+def _deploy(source: Source, host: str, port: int) -> None:
+    """Have Ray serve the application. Raises UserError where its replicas do not start."""
+    from ray import serve
+    from ray.serve.context import _get_global_client
+
+    from jgr.serving.cluster.application import NAME, application
+
+    def messages() -> dict[str, str]:
+        found = serve.status().applications.get(NAME)
+        return {} if found is None else {name: each.message for name, each in found.deployments.items()}
+
+    serve.start(http_options={"host": host, "port": port}, proxy_location="EveryNode")
+    http = _get_global_client().http_config  # Ray tells it nowhere else without its dashboard
+    require_address((http.host, http.port), (host, port))
+    built = application(source)
+    _log.info("deployed; replicas load their models and compile")
+    over = threading.Event()
+    teller = threading.Thread(target=tell_failures, args=(messages, over), daemon=True)
+    teller.start()
+    try:
+        serve.run(built, name=NAME, logging_config=LOGGING)
+    except RuntimeError as error:
+        why = [f"{name}: {failure(message)}" for name, message in messages().items() if message]
+        raise UserError(f"the fleet does not start: {'; '.join(why) or one_line(error)}") from None
+    finally:
+        over.set()
+        teller.join()
+    require_proxy(lambda: serve.status().proxies.values(), f"{host}:{port}")

@@ -9,6 +9,7 @@ from urllib.parse import unquote
 import msgspec
 from msgspec import Struct
 
+from jgr.serving.api import MAX_DEADLINE_MS
 from jgr.serving.cluster.protocol import sent
 from jgr.serving.known_items import user_entry
 from jgr.serving.policies.shards import profile
@@ -78,7 +79,9 @@ def glance(path: str, body: bytes, tenant: str = "", profiled: bool = False) -> 
         user=user_entry(name, tenant) if name else "",
         events=len(seen.history),
         items=tuple(str(item) for item in items) if isinstance(items, list) else (),
-        left_ms=float(deadline) if isinstance(deadline, int | float) and deadline > 0 else None,
+        left_ms=float(deadline)
+        if isinstance(deadline, int | float) and 0 < deadline <= MAX_DEADLINE_MS
+        else None,
         model=seen.model if isinstance(seen.model, str) else "",
         layout=seen.layout if isinstance(seen.layout, str) else "",
         shards=profile(seen.history) if profiled else (),

@@ -44,10 +44,7 @@ class OwnItems:
             deployment.engine.before = self._before
 
     async def _before(self, request: Any) -> None:
-        engine = self._share.engine()
-        if engine is None or not isinstance(request, RankRequest) or request.candidates == "all":
-            return
-        if len(request.candidates) > engine.info.max_candidates:  # it will be refused
+        if not isinstance(request, RankRequest) or request.candidates == "all":
             return
         hint = Hint(
             "",

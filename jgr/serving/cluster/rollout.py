@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import Any, Protocol
@@ -48,7 +49,7 @@ class Fleet(Protocol):
 
 class Rollouts:
     """One change at a time, and what the fleet serves after it. wait: between two looks at a replica. most: uploaded
-    catalogs that are kept."""
+    catalogs that are kept. clock: seconds that never go back."""
 
     def __init__(
         self,
@@ -56,13 +57,12 @@ class Rollouts:
         wait: Callable[[float], Awaitable[None]] = asyncio.sleep,
         record: Record = NOTHING,
         most: int = 4,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._fleet, self._wait, self._most = fleet, wait, most
+        self._fleet, self._wait, self._most, self._clock = fleet, wait, most, clock
         self._going_on: asyncio.Task[None] | None = None
         self._asking = False
-        self._joined: dict[
-            str, float
-        ] = {}  # seconds left to those that have joined and are not to be seen yet
+        self._joined: dict[str, float] = {}  # until when those that have joined may still not be seen
         self.record = record
         self.state: dict[str, Any] = {"state": "never"}
 
@@ -73,7 +73,7 @@ class Rollouts:
             self.record = self.record.after(states, most=self._most)
         if not self.record.agrees(states):
             return False
-        self._joined[name] = JOINING_S
+        self._joined[name] = self._clock() + JOINING_S
         return True
 
     async def resume(self, record: Record) -> None:
@@ -177,11 +177,11 @@ class Rollouts:
                 self._joined.pop(name, None)
             if found := [name for name in names if name not in had]:
                 return found[0]
-            self._joined = {name: left for name, left in self._joined.items() if left > 0}
+            now_s = self._clock()
+            self._joined = {name: until_s for name, until_s in self._joined.items() if until_s > now_s}
             if not self._joined:
                 return None
             await self._wait(POLL_S)
-            self._joined = {name: left - POLL_S for name, left in self._joined.items()}
 
     async def _begin(self, name: str, asked: Asked) -> Mapping[str, int]:
         """Ask a replica for the change; how many it had begun before. Raises Failed where it refuses."""

@@ -57,6 +57,12 @@ def test_others_have_an_empty_one(path: str, body: bytes) -> None:
     assert glance(path, body) == Hint()
 
 
+@pytest.mark.parametrize("deadline", ["1e308", "1" + 400 * "0", "86400000.5", "0", "-1", '"5"', "null"])
+def test_a_deadline_that_will_be_refused_is_none(deadline: str) -> None:
+    """Reckoned with, the largest would be no number of nanoseconds."""
+    assert glance("/v1/rank", f'{{"history": ["a"], "deadline_ms": {deadline}}}'.encode()) == Hint(events=1)
+
+
 def test_a_user_may_be_named_by_a_number() -> None:
     assert glance("/v1/rank", b'{"user_id": 0}').user == user_entry("0")
     assert glance("/v1/rank", b'{"user_id": true}').user == ""

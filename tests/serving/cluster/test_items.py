@@ -31,6 +31,7 @@ from jgr.placement.landing import TransportError
 from jgr.placement.shared_items import Block, block_of
 from jgr.placement.transport import Peer
 from jgr.placement.worker import item_name
+from jgr.serving.cluster.hints import Hint
 from tests.serving.cluster.local import LocalFleet
 from tests.serving.decoders.test_cached_server import N_ITEMS, make_config
 
@@ -183,6 +184,11 @@ def test_what_is_not_kept_goes_with_its_request(folder: Path, alone: Reference) 
             for answer in answers:
                 assert scores(answer) == alone(range(6))
         once = expected_bytes(placement_of(fleet), [(0, rows)], whole_cells=True).sum()
+        most = fleet.replicas["a"].models.deployments[0].engine.info.max_candidates
+        assert most < len(IDS)
+        assert await share(fleet, "a").fetch(Hint(items=tuple(IDS)), user_tokens=2.0) == (), (
+            "it will be refused"
+        )
         assert await item_bytes(fleet, "a", "request") == 3 * once, "two at a time share what comes"
         assert share(fleet, "a")._used == {}
 

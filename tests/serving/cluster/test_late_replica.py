@@ -41,7 +41,8 @@ class Fleet:
     def __init__(self, source: Source) -> None:
         self.replicas: dict[str, Replica] = {}
         self.source = source
-        self.rollouts = Rollouts(self, _at_once, Record(source.key))
+        self.now_s = 0.0
+        self.rollouts = Rollouts(self, self._wait, Record(source.key), clock=lambda: self.now_s)
 
     async def start(self, name: str) -> Replica:
         replica = Local(self.source, name, self)
@@ -68,6 +69,10 @@ class Fleet:
         assert source == self.source.key
         return self.rollouts.record
 
+    async def _wait(self, seconds: float) -> None:
+        self.now_s += seconds
+        await asyncio.sleep(0.01)
+
     async def joins(self, source: str, name: str, states: States) -> Record | None:
         return self.rollouts.record._replace(bodies={}) if self.rollouts.joins(name, states) else None
 
@@ -87,10 +92,6 @@ class Fleet:
     async def end(self) -> None:
         for replica in self.replicas.values():
             await replica.end()
-
-
-async def _at_once(seconds: float) -> None:
-    await asyncio.sleep(0.01)
 
 
 def run(folder: Path, scenario: Callable[[Fleet], Awaitable[None]]) -> None:

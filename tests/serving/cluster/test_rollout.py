@@ -11,7 +11,7 @@ import pytest
 from jgr.serving.cluster.protocol import spoken
 from jgr.serving.cluster.record import Record
 from jgr.serving.cluster.relay import Answered, Asked
-from jgr.serving.cluster.rollout import Rollouts
+from jgr.serving.cluster.rollout import JOINING_S, POLL_S, Rollouts
 from jgr.serving.errors import RequestError
 from jgr.serving.versions.served_state import State
 
@@ -193,3 +193,28 @@ def test_where_all_serve_what_is_recorded_nobody_is_told_anything() -> None:
     assert resumed(Replicas(), at(1, 3)) == at(1, 3)  # and where nobody is there
     assert resumed(replicas, Record("s")) == Record("s")
     assert replicas.told == []
+
+
+def test_a_replica_that_joined_and_died_long_before_a_change_is_not_waited_for() -> None:
+    """Else the change after a loss would go on for half a minute, and others would be refused meanwhile."""
+
+    async def run() -> tuple[list[float], int]:
+        now_s, waits = [0.0], list[float]()
+
+        async def wait(seconds: float) -> None:
+            now_s[0] += seconds
+            waits.append(seconds)
+
+        rollouts = Rollouts(Replicas("a", slow=1), wait, clock=lambda: now_s[0])
+        for name in ("a", "lost"):
+            assert rollouts.joins(name, {"m": State("m@1", "c")})
+        now_s[0] += JOINING_S
+        await rollouts.roll(RELOAD.path, RELOAD)
+        await rollouts.settled()
+        late = list(waits)
+        assert rollouts.joins("coming", {"m": State("m@2", "c")})
+        await rollouts.roll(RELOAD.path, RELOAD)
+        await rollouts.settled()
+        return late, len(waits) - len(late)
+
+    assert asyncio.run(run()) == ([], round(JOINING_S / POLL_S))
