@@ -134,7 +134,7 @@ def requests(replay: Replay, users: int) -> Iterator[Request]:
 def model(folder: Path, items: int) -> Path:
     """A folder with the configuration of a model of so many items; its weights are never used."""
     from benchmarks.bat_world import World
-    from jgr.config_formats import dump
+    from jgr.config.formats import dump
 
     workload = Workload(
         "fleet", USERS, items, USER_TOKENS, ITEM_TOKENS, 1.0, candidates=CANDIDATES, top10_share=0.5

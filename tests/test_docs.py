@@ -23,7 +23,7 @@ from pathlib import Path
 import pytest
 
 from jgr.config import load_config, override
-from jgr.config_environment import variable
+from jgr.config.environment import variable
 from jgr.data.datasets import load_dataset
 from jgr.training.generator import train_generator
 

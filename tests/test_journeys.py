@@ -27,8 +27,7 @@ import pytest
 import tritonclient.http
 
 import jgr
-from jgr import named_configs
-from jgr.config import load_config, to_json
+from jgr.config import load_config, named, to_json
 from jgr.evaluation.report import BASELINES
 from tests.cli.test_convert import NAMES, published
 from tests.data.preparation.own_files import log, write
@@ -84,7 +83,7 @@ def test_the_command_works_without_a_checkout(serving: Environment, tmp_path: Pa
     shown = serving.jgr("config", "--config=industrial", cwd=tmp_path)
     assert json.loads(shown.stdout) == to_json(load_config(ROOT / "configs" / "industrial.py"))
     listed = serving.jgr("config", "--list", cwd=tmp_path)
-    assert [line.split()[0] for line in listed.stdout.splitlines()[:-1]] == named_configs.names()
+    assert [line.split()[0] for line in listed.stdout.splitlines()[:-1]] == named.names()
 
 
 @pytest.mark.parametrize("argv", [("train", "--config=industrial"), ("demo",), ("convert",)])

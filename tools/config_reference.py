@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from jgr.config import Config
-from jgr.config_reference import markdown, reference
+from jgr.config.reference import markdown, reference
 from tools.readme_table import MarkerError, replace_table
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"

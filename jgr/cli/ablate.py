@@ -24,7 +24,7 @@ from absl import flags
 from jgr import extras
 from jgr.cli import console
 from jgr.config import Config, DataConfig, UserError, override
-from jgr.config_tree import secret_fields
+from jgr.config.tree import secret_fields
 from jgr.fields import REDACTED
 
 if TYPE_CHECKING:

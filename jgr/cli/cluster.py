@@ -24,7 +24,7 @@ from jgr.cli import console
 from jgr.fields import UserError, one_line
 
 if TYPE_CHECKING:
-    from jgr.config_fleet import FleetConfig
+    from jgr.config.fleet import FleetConfig
     from jgr.serving.cluster.replica import Source
 
 HELP = "serve by several replicas on Ray Serve; needs jgr[cluster]"

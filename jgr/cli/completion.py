@@ -18,14 +18,13 @@ from typing import Any, Literal, NamedTuple, cast, get_args, get_origin
 
 from absl import flags
 
-from jgr import named_configs
 from jgr.ablation.mechanisms import SYSTEMS
 from jgr.cli import console
 from jgr.cli.completion_scripts import SCRIPTS
 from jgr.cli.main import COMMANDS
-from jgr.config import Config, UserError
-from jgr.config_formats import SUFFIXES
-from jgr.config_reference import Field, reference
+from jgr.config import Config, UserError, named
+from jgr.config.formats import SUFFIXES
+from jgr.config.reference import Field, reference
 
 HELP = "print the completion script of a shell: bash, zsh or fish"
 WORDS = {
@@ -135,7 +134,7 @@ def _values(known: dict[str, flags.Flag[Any]], name: str, start: str) -> list[Ca
     if name == "set":
         return _assignments(start)
     if name == "config":
-        comes = (Candidate(known_as, named_configs.summary(known_as)) for known_as in named_configs.names())
+        comes = (Candidate(known_as, named.summary(known_as)) for known_as in named.names())
         return _beginning(comes, start) + _paths(
             start, lambda name: Path(name).suffix.lower() in (".py", *SUFFIXES)
         )

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from jgr import named_configs
 from jgr.cli import console
-from jgr.config_formats import FORMATS, dump
+from jgr.config import named
+from jgr.config.formats import FORMATS, dump
 
 HELP = "print the resolved configuration as a file for --config; --list: those that come with jgr"
 
@@ -26,9 +26,9 @@ def define_flags() -> None:
 def main(argv: Sequence[str]) -> None:
     if flags.FLAGS.list:
         console.refuse_arguments(argv)
-        names = named_configs.names()
+        names = named.names()
         width = max(map(len, names))
-        print("\n".join(f"{name:<{width}}  {named_configs.summary(name)}" for name in names))
-        print(f"The files: {named_configs.folder()}")
+        print("\n".join(f"{name:<{width}}  {named.summary(name)}" for name in names))
+        print(f"The files: {named.folder()}")
     else:
         print(dump(console.load_folder(flags.FLAGS, argv), flags.FLAGS.format), end="")

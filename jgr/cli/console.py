@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 from absl import flags
 
 from jgr.config import Config, UserError, load_config, override
-from jgr.config_environment import assignments, variables_named
+from jgr.config.environment import assignments, variables_named
 
 T = TypeVar("T")
 

@@ -17,7 +17,7 @@ from absl import flags
 from jgr import extras
 from jgr.cli import console
 from jgr.config import UserError
-from jgr.config_training import CATALOG_NAME
+from jgr.config.training import CATALOG_NAME
 
 if TYPE_CHECKING:
     from jgr.data.prepared import Prepared

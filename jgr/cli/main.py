@@ -164,6 +164,6 @@ def _usage(name: str, command: Command) -> str:
 
 def _described(topic: str) -> str:
     """What --help=TOPIC prints of the configuration's fields."""
-    from jgr import config_reference
+    from jgr.config import reference as config_reference
 
     return config_reference.plain_text(config_reference.chosen(config_reference.reference(Config), topic))

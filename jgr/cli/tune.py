@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
     extras.require("train", "jgr tune", "tune")
     config = console.load(values)
     from jgr.cli.train import fit
-    from jgr.config_formats import dump
+    from jgr.config.formats import dump
     from jgr.data.datasets import load_dataset
     from jgr.training import study as studies
 

@@ -19,10 +19,9 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Struct
 
-from jgr import named_configs
 from jgr.catalog.catalog import Catalog, load_catalog
-from jgr.config import Config, ConfigError, DataConfig, ModelConfig, UserError, from_json, to_json
-from jgr.config_formats import is_document
+from jgr.config import Config, ConfigError, DataConfig, ModelConfig, UserError, from_json, named, to_json
+from jgr.config.formats import is_document
 from jgr.fields import one_line, require
 from jgr.files import is_pipe, read_whole
 from jgr.models import hub
@@ -130,7 +129,7 @@ def folder_config(folder: str | Path) -> Config:
     place = hub.local(str(folder))
     if not os.path.isdir(place):
         is_file = place.suffix == ".py" or is_document(place)
-        is_config = is_file or str(place) in named_configs.names()
+        is_config = is_file or str(place) in named.names()
         hint = (
             f"; a configuration {'file ' * is_file}is given as --config={place}"
             if is_config

@@ -13,7 +13,7 @@ from jgr.ablation.mechanisms import SYSTEMS, find
 from jgr.ablation.report import listing, markdown
 from jgr.ablation.system import ALL, LARGEST, NONE, System, configured, variants
 from jgr.config import Config, UserError, override
-from jgr.config_tree import field_types
+from jgr.config.tree import field_types
 from jgr.serving.engine.metrics import documentation
 from tools.ablation_table import PAGE, main, page
 

@@ -20,7 +20,7 @@ from jgr.cli.cluster import (
     tell_failures,
 )
 from jgr.config import ConfigError
-from jgr.config_fleet import FleetConfig
+from jgr.config.fleet import FleetConfig
 from jgr.fields import UserError
 
 

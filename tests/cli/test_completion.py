@@ -13,13 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from jgr import named_configs
 from jgr.cli import console
 from jgr.cli.completion import WORDS, candidates
 from jgr.cli.completion_scripts import SCRIPTS
 from jgr.cli.main import COMMANDS, run
-from jgr.config import Config
-from jgr.config_tree import field_types
+from jgr.config import Config, named
+from jgr.config.tree import field_types
 
 RUN = "import sys; from jgr.cli.main import run; sys.exit(run())"
 SLOW = {"jax", "numpy", "optax", "orbax", "tokenizers", "uvicorn", "starlette", "tqdm", "matplotlib", "yaml"}
@@ -79,7 +78,7 @@ def test_commands_and_their_meanings() -> None:
         (["serve", "--set", "server.keys=k"], ["server.keys=keys.json"]),
         (["serve", "--set", "model.path=ru"], ["model.path=runs/"]),
         (["serve", "--set", "no.such="], []),
-        (["serve", "--config="], [*(f"--config={name}" for name in named_configs.names()), "--config=a.toml",
+        (["serve", "--config="], [*(f"--config={name}" for name in named.names()), "--config=a.toml",
                                   "--config=b.py", "--config=keys.json", "--config=my runs/", "--config=runs/",
                                   "--config=two words.yaml"]),
         (["serve", "--config", "a"], ["a.toml"]),

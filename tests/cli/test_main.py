@@ -16,11 +16,10 @@ import pytest
 from absl import flags
 
 import jgr.cli
-from jgr import named_configs
 from jgr.cli import config as cli_config
 from jgr.cli import console
 from jgr.cli.main import COMMANDS, run, told
-from jgr.config import Config, override, to_json
+from jgr.config import Config, named, override, to_json
 
 PARTS = ("main", "console", "bench_serve", "completion_scripts", "heap")
 """Modules of jgr/cli/ that are no command."""
@@ -125,10 +124,10 @@ def test_config_lists_the_configurations_by_name() -> None:
     done = _jgr("config", "--list")
     assert (done.returncode, done.stderr) == (0, "")
     *lines, files = done.stdout.splitlines()
-    assert [line.split()[0] for line in lines] == named_configs.names()
+    assert [line.split()[0] for line in lines] == named.names()
     shop = next(line for line in lines if line.startswith("shop "))
     assert shop.split(maxsplit=1)[1].startswith("The synthetic shop: what `make demo` trains and serves.")
-    assert files == f"The files: {named_configs.folder()}"
+    assert files == f"The files: {named.folder()}"
 
 
 EXTRAS = [

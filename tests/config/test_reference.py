@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from jgr.config import Config, ConfigError
-from jgr.config_reference import chosen, comments_of, markdown, plain_text, reference
-from jgr.config_tree import field_types, secret_fields
+from jgr.config.reference import chosen, comments_of, markdown, plain_text, reference
+from jgr.config.tree import field_types, secret_fields
 from tools.config_reference import PAGE, main, page
 
 RUN = "import sys; from jgr.cli.main import run; sys.exit(run())"

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from jgr.config import Config, ConfigError, override
-from jgr.config_environment import MAX_BYTES, OF_FILE, assignments, variable
-from jgr.config_tree import field_types, secret_fields
+from jgr.config.environment import MAX_BYTES, OF_FILE, assignments, variable
+from jgr.config.tree import field_types, secret_fields
 
 RUN = "import sys; from jgr.cli.main import run; sys.exit(run())"
 KEY = "hunter2-secret-key"

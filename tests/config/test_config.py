@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jgr import fields, named_configs
-from jgr.config import BeamConfig, Config, ConfigError, UserError, load_config, override, to_json
+from jgr import fields
+from jgr.config import BeamConfig, Config, ConfigError, UserError, load_config, named, override, to_json
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize(
@@ -196,10 +196,10 @@ def test_a_name_is_a_configuration_that_comes_with_jgr(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     files = sorted((ROOT / "configs").glob("[!_]*.py"))
-    assert named_configs.names() == [path.stem for path in files]
+    assert named.names() == [path.stem for path in files]
     for path in files:
         assert load_config(path.stem) == load_config(path)
-        assert named_configs.summary(path.stem) in path.read_text()
+        assert named.summary(path.stem) in path.read_text()
     other = _write(
         tmp_path / "industrial", "def get_config():\n    return Config(beam=BeamConfig(width=7))\n"
     )

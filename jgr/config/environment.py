@@ -15,7 +15,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from jgr.config_tree import RENAMED, field_types, secret_fields
+from jgr.config.tree import RENAMED, field_types, secret_fields
 from jgr.fields import ConfigError, describe, nearest, parse, require
 from jgr.files import read_whole
 

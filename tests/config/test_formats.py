@@ -26,8 +26,8 @@ from jgr.config import (
     override,
     to_json,
 )
-from jgr.config_formats import FORMATS, MAX_BYTES, dump
-from jgr.config_tree import field_types, secret_fields
+from jgr.config.formats import FORMATS, MAX_BYTES, dump
+from jgr.config.tree import field_types, secret_fields
 
 HINTS = field_types(Config)
 OPEN = sorted(HINTS.keys() - secret_fields(Config))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from jgr.fields import COMPARED_CHARS, ConfigError
 
-_PACKAGE = Path(__file__).parent
+_PACKAGE = Path(__file__).parents[1]
 _FOLDERS = (_PACKAGE / "configs", _PACKAGE.parent / "configs")
 SUFFIX = ".py"
 SHOWN = 3

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin
 
-from jgr.config_tree import field_types, from_sections, to_json
+from jgr.config.tree import field_types, from_sections, to_json
 from jgr.fields import ConfigError, one_line, parse
 from jgr.files import read_whole
 
