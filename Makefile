@@ -107,7 +107,7 @@ test-jax: $(STAMP)
 
 # Where an older version of a dependency would break: configurations, catalogs over msgspec, the server over uvicorn,
 # starlette and httptools, checkpoints, a run of training with its picture.
-ON_LOWEST := tests/config \
+ON_LOWEST := tests/config/test_config.py \
 	tests/catalog/test_catalog.py tests/catalog/test_columns.py \
 	tests/serving/http/test_http.py tests/serving/http/test_connections.py tests/serving/http/test_upgrades.py \
 	tests/models/test_checkpoint.py \
