@@ -227,7 +227,7 @@ TITLES: tuple[tuple[str, str], ...] = (
     ),
     (
         r"least-time-between-profiles(?P<size>(-51m)?)",
-        "The same for a prompt of 700 tokens, which jgr pads to its profile of 1,024 and no other engine does{size}",
+        "The same for a prompt of 700 tokens, which lies between the shapes of 512 and 1,024 that jgr compiled{size}",
     ),
     (
         r"time-of-(?P<peer>\w+)-over-jgr-(?P<search>\w+)-prompt-(?P<tokens>\d+)-beam-(?P<beams>\d+)"
