@@ -355,6 +355,10 @@ TITLES: tuple[tuple[str, str], ...] = (
         "Answers in time over what the server can do, with short and long prompts mixed; simulated",
     ),
     (
+        r"goodput-share-when-runs-are-disturbed",
+        "Answers in time over what the server can do, where one run in a hundred takes three times as long; simulated",
+    ),
+    (
         r"bursts-over-the-clairvoyant-planner",
         "Answers in time under bursts over those of a planner that knows all arrivals; simulated",
     ),
