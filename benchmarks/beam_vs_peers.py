@@ -5,7 +5,8 @@ it is and through torch.compile.
 All load the same random Qwen3 of 16 M parameters (benchmarks/peers/workload.py; beam_vs_peers_51m.py has a larger one),
 get the same prompts as tokens, compute in float32 on two cores, and run in turns, call by call; peers run in processes
 of their own. A time is that of one request on a warm process, from tokens to sequences and scores (see harness.timed).
-A prompt of 700 tokens is none of jgr's profiles: jgr pads it to 1024, the peers do not. There are three searches:
+A prompt of 700 tokens is none of jgr's profiles and runs in that of 1,024; the peers take it as it is. There are three
+searches:
 
 - unconstrained: all 25,000 tokens at each step; scores are log-likelihoods.
 - full: constrained to 12,000 items; scores are log-likelihoods over the whole vocabulary, as `transformers` has them

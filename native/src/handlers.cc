@@ -329,9 +329,9 @@ ffi::Error inputs(ffi::ThreadPool pool, Floats h, Ints real, Ints number, Floats
 }
 
 // h [B, T, D], attended [B, T, H * d], real as above; weights are stacks [L, ...]. packed: working memory.
-ffi::Error output(ffi::ThreadPool pool, Floats h, Floats attended, Ints real, Ints number, Weights wo, Floats norm, Weights gate,
-                  Weights up, Weights down, Floats o_scale, Floats gate_scale, Floats up_scale, Floats down_scale,
-                  Made out, Made packed, float eps) {
+ffi::Error output(ffi::ThreadPool pool, Floats h, Floats attended, Ints real, Ints number, Weights wo, Floats norm,
+                  Weights gate, Weights up, Weights down, Floats o_scale, Floats gate_scale, Floats up_scale,
+                  Floats down_scale, Made out, Made packed, float eps) {
   Check check;
   check.that(h.dimensions().size() == 3 && wo.dimensions().size() == 3 && gate.dimensions().size() == 3 &&
                  number.element_count() == 1,
@@ -413,15 +413,14 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     jgr_native_inputs, jgr::inputs,
     ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<jgr::Floats>().Arg<jgr::Ints>().Arg<jgr::Ints>().Arg<jgr::Floats>()
-        .Arg<jgr::Floats>().Arg<jgr::Floats>().Arg<jgr::Weights>().Arg<jgr::Weights>().Arg<jgr::Weights>().Arg<jgr::Floats>()
+        .Arg<jgr::Floats>().Arg<jgr::Floats>().Arg<jgr::Weights>().Arg<jgr::Weights>().Arg<jgr::Weights>()
         .Arg<jgr::Floats>().Arg<jgr::Floats>().Arg<jgr::Floats>().Arg<jgr::Floats>().Arg<jgr::Floats>()
-        .Arg<jgr::Floats>().Arg<jgr::Floats>().Ret<ffi::Buffer<ffi::F32>>().Ret<ffi::Buffer<ffi::F32>>()
-        .Ret<ffi::Buffer<ffi::F32>>().Ret<ffi::Buffer<ffi::F32>>().Attr<float>("eps"));
+        .Arg<jgr::Floats>().Arg<jgr::Floats>().Arg<jgr::Floats>().Ret<ffi::Buffer<ffi::F32>>()
+        .Ret<ffi::Buffer<ffi::F32>>().Ret<ffi::Buffer<ffi::F32>>().Ret<ffi::Buffer<ffi::F32>>().Attr<float>("eps"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     jgr_native_output, jgr::output,
     ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<jgr::Floats>().Arg<jgr::Floats>().Arg<jgr::Ints>().Arg<jgr::Ints>()
-        .Arg<jgr::Weights>()
-        .Arg<jgr::Floats>().Arg<jgr::Weights>().Arg<jgr::Weights>().Arg<jgr::Weights>().Arg<jgr::Floats>()
-        .Arg<jgr::Floats>().Arg<jgr::Floats>().Arg<jgr::Floats>().Ret<ffi::Buffer<ffi::F32>>()
+        .Arg<jgr::Weights>().Arg<jgr::Floats>().Arg<jgr::Weights>().Arg<jgr::Weights>().Arg<jgr::Weights>()
+        .Arg<jgr::Floats>().Arg<jgr::Floats>().Arg<jgr::Floats>().Arg<jgr::Floats>().Ret<ffi::Buffer<ffi::F32>>()
         .Ret<ffi::Buffer<ffi::F32>>().Attr<float>("eps"));

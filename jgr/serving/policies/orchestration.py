@@ -195,7 +195,7 @@ class Orchestrator(Policy[_Live]):
         return self.parts(job.width, job.user is not None, self._within(job))
 
     def _within(self, job: Job) -> int:
-        """Of the job's user, where such users' costs are known."""
+        """The length of the job's user, `UserPart.within`, where the costs of such users are known; else 0."""
         within = 0 if job.user is None else job.user.within
         return within if within in self._sizes_s else 0
 

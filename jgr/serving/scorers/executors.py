@@ -322,7 +322,7 @@ class ScorerExecutors:
         return found
 
     def _keep_costs(self, seconds: Mapping[tuple[str, int, int], float]) -> None:
-        """Of runs by their kind, the events of the user, and their size."""
+        """Keep and log measured seconds of runs, by the run's kind, the user's events and the size."""
         longest = self.programs.windows[-1].events
         found = {
             (kind, events): rising({size: s for (*of, size), s in seconds.items() if of == [kind, events]})
