@@ -8,8 +8,9 @@ be true, and nobody knows.
 - Not a change: comments, docstrings, the form of the code, imports, and a file that moved. So only the syntax tree
   without these counts, and the names of files do not.
 - A text that is the name of a module, or the path of a configuration, counts as an import of it. In a benchmark that
-  starts processes, so does a text that is the name of a jgr command. A package that imports what is asked of it later
-  (`jgr.Engine`) names it in a dictionary, of which only the names that are asked for count.
+  starts processes, so does a text that is the name of a jgr command; the table of all commands (MAIN) is none of the
+  others. A package that imports what is asked of it later (`jgr.Engine`) names it in a dictionary, of which only the
+  names that are asked for count.
 - What presents results (PRESENTS) is left out. Data, other packages and the machine are not code; a result names them.
 """
 
@@ -27,6 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("jgr", "benchmarks", "configs", "tools")
 PRESENTS = ("benchmarks/pictures.py", "benchmarks/titles.py", "benchmarks/sources.py")
 COMMANDS = "jgr/cli"
+MAIN = f"{COMMANDS}/main.py"
 HEX = 16
 
 Files = Mapping[str, str]
@@ -138,7 +140,8 @@ class Code:
             named |= {self._named[name] for name in found.imports if name in self._named}
             if path.endswith("__init__.py"):
                 continue
-            named |= {self._modules[text] for text in found.texts if text in self._modules}
+            if path != MAIN:
+                named |= {self._modules[text] for text in found.texts if text in self._modules}
             named |= {at for text in found.texts for at in (text, f"configs/{text}")} & self._files.keys()
         return sorted(named - seen)
 
@@ -149,7 +152,7 @@ class Code:
         if not any("subprocess" in found.imports for found in mine):
             return []
         named = {f"{COMMANDS}/{text}.py" for found in mine for text in found.texts}
-        return sorted(({f"{COMMANDS}/main.py", *named} & self._files.keys()) - seen)
+        return sorted(({MAIN, *named} & self._files.keys()) - seen)
 
 
 def combined(digests: Iterable[str]) -> str:

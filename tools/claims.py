@@ -2,10 +2,10 @@
 """Which claims are stale: their benchmark's code has changed since they were measured (benchmarks/sources.py).
 
     python -m tools.claims             lists the stale ones, those that take the shortest time first
-    python -m tools.claims --record    writes benchmarks/sources.json, for results that do not hold their sources
+    python -m tools.claims --record    writes benchmarks/sources.json: after a change of what counts as a source
 
-A result holds the digest of its sources since the harness writes it; of older ones benchmarks/sources.json holds it,
-computed from git, and a result of a commit that git does not have is stale.
+A result holds the digest of its sources, by what counted as one when it was measured. benchmarks/sources.json holds
+that of the same commit by today's count, computed from git; where it has none, the result's own is what is compared.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def stale(result: Result) -> bool:
     if "benchmark" not in result:
         return False
     key = f"{result['benchmark']} {result['measured_commit']}"
-    known = result.get("sources") or _older().get(key)
+    known = _older().get(key) or result.get("sources")
     return bool(result.get("dirty")) or known != _digest_now(source(result))
 
 
@@ -117,10 +117,10 @@ def listing(results: Sequence[Result]) -> list[str]:
 
 
 def record(results: Sequence[Result]) -> dict[str, str]:
-    """The digest of the sources of each result that does not hold its own and whose commit git has."""
+    """The digest of the sources of each result whose commit git has."""
     found = {}
     for result in results:
-        if "sources" in result:
+        if "benchmark" not in result:
             continue
         try:
             code = sources.at_commit(result["measured_commit"])
