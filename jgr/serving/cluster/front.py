@@ -23,7 +23,7 @@ from jgr.serving.cluster.attempts import SENDER, Attempts
 from jgr.serving.cluster.hints import USERS, glance
 from jgr.serving.cluster.places import own_node, place
 from jgr.serving.cluster.protocol import Incompatible, Spoken, received, require
-from jgr.serving.cluster.relay import Answered, Asked, read, reply
+from jgr.serving.cluster.relay import Answered, Asked, head, read, reply
 from jgr.serving.cluster.replicas import Replicas, begun, soon
 from jgr.serving.cluster.router import SERIES
 from jgr.serving.cluster.sending import Sending
@@ -95,10 +95,11 @@ class Front:
         try:
             tenant = self._charge(scope, path)
             most = self._max_upload_bytes if path == UPLOAD_PATH else self._config.server.max_body_bytes
-            asked = await read(scope, receive, most)
+            # Of who may not ask no body is read: a replica refuses by the head alone.
+            asked = head(scope) if tenant is None else await read(scope, receive, most)
             headers = [each for each in asked.headers if each[0] != b"x-request-id"]
             asked = asked._replace(headers=[*headers, (b"x-request-id", request_id.encode())])
-            answered = await self._answer(path, asked, arrival_s, tenant)
+            answered = await self._answer(path, asked, arrival_s, tenant or "")
         except ConnectionError:
             return
         except RequestError as error:  # one that Ray brings from the coordinator is one too
@@ -136,16 +137,17 @@ class Front:
         until_ns = None if left_ms is None else arrival_ns + round((left_ms / 1e3 + GRACE_S) * 1e9)
         return await self._attempts.answer(hint._replace(left_ms=left_ms), asked, arrival_ns, until_ns)
 
-    def _charge(self, scope: Scope, path: str) -> str:
+    def _charge(self, scope: Scope, path: str) -> str | None:
         """Take a token of the caller's rate, which no replica does; returns what the names of the caller's users begin
-        with. Raises RequestError where the rate is used up; who may not ask at all is refused by the replica."""
+        with, or None for who may not ask at all: a replica refuses these. Raises RequestError where the rate is used
+        up."""
         if path in self._open:
             return ""
         given = [value for name, value in scope["headers"] if name == b"authorization"]
         try:
             caller = who(self._keys, scope["method"], path)(given[-1] if given else b"")
         except RequestError:
-            return ""
+            return None
         try:
             caller.charge(time.monotonic_ns())
         except RequestError:

@@ -54,16 +54,16 @@ async def read(scope: Scope, receive: Receive, most: int) -> Asked:
         if size > most:
             raise RequestError("body_too_large", f"the body may have at most {most} bytes")
         parts.append(part)
+    return head(scope)._replace(body=b"".join(parts))
+
+
+def head(scope: Scope) -> Asked:
+    """A request without its body."""
     path = scope.get("raw_path", b"").decode("ascii") or scope["path"]
     client = scope.get("client")
     headers = [(bytes(name), bytes(value)) for name, value in scope["headers"]]
     return Asked(
-        scope["method"],
-        path,
-        scope["query_string"],
-        headers,
-        b"".join(parts),
-        tuple(client) if client else None,
+        scope["method"], path, scope["query_string"], headers, b"", tuple(client) if client else None
     )
 
 

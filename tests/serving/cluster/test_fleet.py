@@ -227,6 +227,17 @@ def test_an_erasure_reaches_the_replica_that_has_the_user(fleet: Fleet) -> None:
     assert json.loads(fleet.ask("DELETE", "/v1/users/gone/cache")[1]) == {"entries": 0}
 
 
+def raw(fleet: Fleet, asked: bytes) -> bytes:
+    """The head of the answer to these bytes."""
+    host, port = fleet.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), PATIENCE_S) as connection:
+        connection.sendall(asked)
+        answer = b""
+        while b"\r\n\r\n" not in answer and (more := connection.recv(65536)):
+            answer += more
+    return answer
+
+
 def test_refusals_are_those_of_a_server(fleet: Fleet) -> None:
     status, body = fleet.ask(
         "POST", "/v1/recommend", {"history": ["B000"], "topk": 1}, **{"X-Request-Id": "mine"}
@@ -238,6 +249,14 @@ def test_refusals_are_those_of_a_server(fleet: Fleet) -> None:
     assert fleet.ask("POST", "/v1/models/tiny/reload")[0] == 403
     large = fleet.ask("POST", "/v1/recommend", {"history": ["B000"] * 300_000})
     assert (large[0], json.loads(large[1])["error"]["type"]) == (413, "body_too_large")
+
+
+def test_no_body_of_a_stranger_is_read(fleet: Fleet) -> None:
+    """A whole catalog of a gigabyte is announced, and one byte of it comes."""
+    asked = b"POST /v1/catalogs HTTP/1.1\r\nhost: a\r\ncontent-length: 1000000000\r\n\r\n{"
+    answer = raw(fleet, asked)
+    assert answer.startswith(b"HTTP/1.1 401 ")
+    assert b"www-authenticate: bearer" in answer.lower()
 
 
 def test_the_whole_view_names_every_replica(fleet: Fleet) -> None:
