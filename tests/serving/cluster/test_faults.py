@@ -157,7 +157,6 @@ def require_namespaces() -> None:
     [
         NodeFaults.cut,
         NodeFaults.killed_gcs,
-        NodeFaults.bad_node,
         NodeFaults.killed_proxy,
         NodeFaults.another_jgr,
     ],
@@ -166,11 +165,30 @@ def require_namespaces() -> None:
 def test_nothing_is_lost_between_two_nodes(
     nodes: tuple[Nodes, Fleet, NodeFaults, Reference], fault: Callable[[NodeFaults], Whole]
 ) -> None:
-    """Nothing goes from one to the other for some seconds; the head's storage is killed and starts again from Redis; a
-    reload meets a node with a broken folder, and all go back; one of two proxies dies; a replica is refused since its
-    node has another jgr by then."""
+    """Nothing goes from one to the other for some seconds; the head's storage is killed and starts again from Redis;
+    one of two proxies dies; a replica is refused since its node has another jgr by then."""
     world, fleet, done, engines = nodes
     before = set(fleet.served().values())
     found = under(lambda: fault(done), fleet, engines, *world.urls, retries=RETRIES)
     assert found["ok"] >= BEFORE + AFTER
     assert set(fleet.served().values()) == before and len(fleet.served()) == fleet.replicas
+
+
+def test_a_reload_that_meets_a_bad_node_goes_back(
+    nodes: tuple[Nodes, Fleet, NodeFaults, Reference],
+) -> None:
+    """The second node's folder of the new version is empty; /v1/models tells where it failed, and who went back."""
+    world, fleet, done, engines = nodes
+    before = fleet.served()
+    under(done.bad_node, fleet, engines, *world.urls, retries=RETRIES)
+
+    def last() -> dict[str, Any]:
+        found: dict[str, Any] = fleet.ask("GET", "/v1/models")[1]["rollout"]
+        return found
+
+    assert until(lambda: last()["back"] == last()["done"]) is not None, last()
+    told = last()
+    assert (told["state"], told["path"], told["of"]) == ("failed", "/v1/models/jgr/reload", 2)
+    assert told["replica"] in before and told["replica"] not in told["done"]
+    assert told["error"].startswith(f"replica {told['replica']}: ")
+    assert fleet.served() == before
