@@ -79,6 +79,32 @@ def ready(url: str) -> int:
     return 0
 
 
+def test_serve_build_writes_a_file_that_serve_takes(folder: Path, environment: Mapping[str, str]) -> None:
+    """As the documentation has it: of an application in a module of the user's."""
+    settings = ["fleet.replicas=3", "fleet.health_s=5", "server.drain_timeout_s=7"]
+    (folder / "shop.py").write_text(
+        "from jgr.serving.cluster.application import fleet\n\n"
+        f"app = fleet({{'models': [{str(folder / 'tiny')!r}], 'settings': {settings!r}}})\n"
+    )
+    path = f"{folder}{os.pathsep}{ROOT}"
+    subprocess.run(
+        [SERVE, "build", "shop:app", "-o", "shop.yaml"],
+        check=True,
+        cwd=folder,
+        env={**environment, "PYTHONPATH": path},
+    )
+    (application,) = yaml.safe_load((folder / "shop.yaml").read_text())["applications"]
+    assert (application["import_path"], application["route_prefix"]) == ("shop:app", "/")
+    found = {each["name"]: each for each in application["deployments"]}
+    assert found.keys() == {"Replica", "Coordinator", "Front"}
+    replica = found["Replica"]
+    told = ("num_replicas", "health_check_period_s", "graceful_shutdown_timeout_s")
+    assert [replica[name] for name in told] == [3, 5.0, 17.0]
+    router = replica["request_router_config"]
+    assert router["request_router_class"] == "jgr.serving.cluster.application.FleetRouter"
+    assert router["request_router_kwargs"]["rule"] == "joint"
+
+
 def test_serve_run_of_the_file_answers_as_one_engine(folder: Path, environment: Mapping[str, str]) -> None:
     port = own_port("127.0.0.1")
     url, log = f"http://127.0.0.1:{port}", folder / "log"
