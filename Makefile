@@ -129,7 +129,7 @@ installed-fleet:
 	$(call install,--constraint requirements/$(LOCK).txt --editable ".[cluster]")
 
 test-fleet: installed-fleet
-	$(WITH_RAY)/bin/python -m pytest -m ray tests/serving/cluster tests/test_fleet_install.py
+	$(WITH_RAY)/bin/python -m pytest -m ray tests/serving/cluster tests/test_deploy.py tests/test_fleet_install.py
 
 # As a user does: an environment of its own, the wheel with jgr[cluster] from the registry, and one command that starts two
 # replicas. tests/test_fleet_install.py does the same with the packages that are here.

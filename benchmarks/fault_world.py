@@ -118,6 +118,9 @@ class Fleet:
             self.process.wait(PATIENCE_S)
         except subprocess.TimeoutExpired:
             self.process.kill()
+            self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
         for pid in children:  # those that a killed parent has left
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

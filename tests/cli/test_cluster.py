@@ -6,6 +6,8 @@ from __future__ import annotations
 import logging
 import re
 import socket
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -22,6 +24,16 @@ from jgr.cli.cluster import (
 from jgr.config import ConfigError
 from jgr.config.fleet import FleetConfig
 from jgr.fields import UserError
+
+
+def test_without_ray_one_line_says_how_to_get_it() -> None:
+    """Before anything is read or compiled: the folder is not there either."""
+    code = "import sys; sys.modules['ray'] = None; from jgr.cli.main import run; sys.exit(run())"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "cluster", "no/such/folder"], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "jgr: jgr cluster needs ray: pip install 'jgr[cluster]'\n"
 
 
 def test_a_port_on_which_somebody_listens_is_refused_before_ray_starts() -> None:

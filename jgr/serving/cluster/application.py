@@ -74,7 +74,7 @@ def application(source: Source, parts: Parts = LIVE) -> Application:
         ),
     )
     many = max(fleet.replicas, fleet.max_replicas) * (queue + SPARE)
-    light = {"num_cpus": 0}
+    light, spread = {"num_cpus": 0}, fronts_per_node(fleet.fronts, _nodes())
     replicas = replica.bind(source)
     coordinator = serve.deployment(
         Coordinator,
@@ -88,7 +88,7 @@ def application(source: Source, parts: Parts = LIVE) -> Application:
         parts.front,
         name="Front",
         num_replicas=fleet.fronts,
-        max_replicas_per_node=fronts_per_node(fleet.fronts, _nodes()),
+        **({} if spread is None else {"max_replicas_per_node": spread}),  # `serve build` takes no None
         max_ongoing_requests=many,
         health_check_period_s=fleet.health_s,
         ray_actor_options=light,

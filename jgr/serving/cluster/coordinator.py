@@ -7,6 +7,7 @@ import asyncio
 import logging
 from typing import Any
 
+import msgspec
 from ray import serve
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
@@ -51,6 +52,11 @@ class Coordinator:
         """See Rollouts."""
         await self._found()
         return await self._rollouts.roll(path, received(Asked, asked))
+
+    async def last(self) -> dict[str, Any]:
+        """The last change, a `Rollout` as plain data."""
+        plain: dict[str, Any] = msgspec.to_builtins(self._rollouts.last)
+        return plain
 
     async def record(self, spoken: Spoken, source: str) -> Record:
         """What a replica of that source is to serve. An empty record: what is configured."""

@@ -11,6 +11,8 @@ import asyncio
 import logging
 import os
 import time
+from contextlib import suppress
+from typing import Any
 
 from ray import serve
 from ray.exceptions import RayActorError, RayError
@@ -125,9 +127,17 @@ class Front:
             told, fronts = await asyncio.gather(self._replicas.metrics(asked), soon(self._fronts, "series"))
             return metrics(told, fronts or [SERIES.text()])
         if asked.method == "GET" and path == "/v1/models":
-            found, about = await asyncio.gather(self._replicas.answers(asked), self._replicas.about_soon())
-            return models(best(found), about)
+            found, about, last = await asyncio.gather(
+                self._replicas.answers(asked), self._replicas.about_soon(), self._last()
+            )
+            return models(best(found), about, last)
         return await self._ask_one(path, asked, arrival_s, tenant)
+
+    async def _last(self) -> dict[str, Any] | None:
+        """The last change of the fleet; None where the coordinator does not answer soon."""
+        with suppress(RayError, RayServeException, TimeoutError):
+            return next(iter(await soon(self._rollouts, "last")), None)
+        return None
 
     async def _ask_one(self, path: str, asked: Asked, arrival_s: float, tenant: str) -> Answered:
         """One replica's answer; another's where it dies or is silent."""

@@ -14,10 +14,11 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Annotated, Any, Literal, Protocol
 from urllib.parse import parse_qsl
 
 import msgspec
+from msgspec import Meta, Struct
 
 from jgr.serving.catalog_api import CatalogInfo
 from jgr.serving.cluster.protocol import require
@@ -38,6 +39,23 @@ BACK = "/rollback"
 _log = logging.getLogger(__name__)
 
 
+class Rollout(Struct, kw_only=True, frozen=True):
+    """The last change of a fleet, and how it goes on."""
+
+    state: Annotated[
+        Literal["never", "running", "done", "failed"],
+        Meta(
+            description="never: there was none since the coordinator began. failed: `back` tells who goes back."
+        ),
+    ] = "never"
+    path: Annotated[str | None, Meta(description="What was asked for, as in /v1/models/shop/reload.")] = None
+    of: Annotated[int, Meta(description="Number of replicas that served when it began.")] = 0
+    done: Annotated[tuple[str, ...], Meta(description="Names of the replicas that have changed.")] = ()
+    replica: Annotated[str | None, Meta(description="Name of the replica at which it failed.")] = None
+    error: Annotated[str | None, Meta(description="Why it failed there.")] = None
+    back: Annotated[tuple[str, ...], Meta(description="Names of the replicas that have gone back.")] = ()
+
+
 class Fleet(Protocol):
     """The replicas, as a rollout sees them."""
 
@@ -49,7 +67,10 @@ class Fleet(Protocol):
 
 class Rollouts:
     """One change at a time, and what the fleet serves after it. wait: between two looks at a replica. most: uploaded
-    catalogs that are kept. clock: seconds that never go back."""
+    catalogs that are kept. clock: seconds that never go back.
+
+    last: the last change since this began, as `/v1/models` tells it.
+    """
 
     def __init__(
         self,
@@ -64,7 +85,7 @@ class Rollouts:
         self._asking = False
         self._joined: dict[str, float] = {}  # until when those that have joined may still not be seen
         self.record = record
-        self.state: dict[str, Any] = {"state": "never"}
+        self.last = Rollout()
 
     def joins(self, name: str, states: States) -> bool:
         """Whether a replica that starts may answer: it serves what the others do. The first one of all says what that
@@ -120,7 +141,7 @@ class Rollouts:
             begun = _numbers(await self._fleet.about(first))
             answered = await self._fleet.ask(first, asked)
             if answered.status < 300:
-                self.state = {"state": "running", "path": path, "done": [], "of": len(names)}
+                self.last = Rollout(state="running", path=path, of=len(names))
                 upload = _upload(path, asked, answered)
                 self._going_on = asyncio.create_task(self._go_on(path, asked, first, begun, upload))
             return answered
@@ -153,19 +174,19 @@ class Rollouts:
                         raise
                     _log.warning("%s: replica %s was lost meanwhile: %s", path, name, error)
                     lost.append(name)
-                self.state |= {"done": list(done)}
+                self._tell(done=tuple(done))
                 name = await self._next((*done, *lost))
             if not done:
                 raise Failed(first, "was lost with all others")
         except Exception as error:
             at = error.name if isinstance(error, Failed) else str(name)
-            self.state |= {"state": "failed", "replica": at, "error": str(error)}
+            self._tell(state="failed", replica=at, error=str(error))
             _log.error("%s: stopped after %d replicas: %s", path, len(done), error)
             await self._go_back(path, asked, done)
             return
         # Nothing is awaited since the last look at who is there: who joins from here on is told of this change.
         self.record = self.record.after(states, _of_model(upload, states, asked), self._most)
-        self.state |= {"state": "done"}
+        self._tell(state="done")
         _log.info("%s: done on %d replicas", path, len(done))
         await self._fleet.remember(self.record)
 
@@ -221,7 +242,10 @@ class Rollouts:
             except Exception as error:
                 _log.error("%s of replica %s: it does not go back: %s", path, name, error)
             else:
-                self.state["back"] = [*self.state.get("back", ()), name]
+                self._tell(back=(*self.last.back, name))
+
+    def _tell(self, **changed: Any) -> None:
+        self.last = msgspec.structs.replace(self.last, **changed)
 
 
 class Failed(Exception):

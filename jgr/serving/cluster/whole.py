@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from jgr.serving.api import Erased, ModelList
 from jgr.serving.cluster.relay import Answered, Headers
+from jgr.serving.cluster.rollout import Rollout
 from jgr.serving.engine.metrics import CONTENT_TYPE
 from jgr.serving.errors import RequestError
 from jgr.serving.fleet_api import ReplicaInfo
@@ -88,12 +89,22 @@ def readiness(found: Sequence[Answered], wanted: int) -> Answered:
     return Answered(200, _headers(first, body, "application/json"), body)
 
 
-def models(first: Answered, about: Sequence[Mapping[str, Any]]) -> Answered:
-    """/v1/models of the fleet: what one replica says, and which versions each serves."""
+class FleetModels(ModelList, kw_only=True):
+    """The models of a fleet. rollout: the last change; null: the coordinator does not answer."""
+
+    rollout: Rollout | None = None
+
+
+def models(first: Answered, about: Sequence[Mapping[str, Any]], last: Mapping[str, Any] | None) -> Answered:
+    """/v1/models of the fleet: what one replica says, which versions each serves, and how the last change went. last:
+    a `Rollout`; None: nobody knows."""
     if first.status != 200:
         return first
-    whole = msgspec.json.decode(first.body, type=ModelList)
-    whole.replicas = [msgspec.convert(each["info"], ReplicaInfo) for each in about]
+    whole = FleetModels(
+        data=msgspec.json.decode(first.body, type=ModelList).data,
+        replicas=[msgspec.convert(each["info"], ReplicaInfo) for each in about],
+        rollout=None if last is None else msgspec.convert(last, Rollout),
+    )
     body = msgspec.json.encode(whole)
     return Answered(200, _headers(first, body, "application/json"), body)
 

@@ -54,9 +54,9 @@ class Fleet:
         asked = Asked("POST", path, b"", KEY, body)
         answered = await self.rollouts.roll(path, asked)
         await self.rollouts.settled()
-        assert answered.status < 300 and self.rollouts.state["state"] == "done", (
+        assert answered.status < 300 and self.rollouts.last.state == "done", (
             answered,
-            self.rollouts.state,
+            self.rollouts.last,
         )
         return json.loads(answered.body)
 
@@ -192,7 +192,7 @@ def test_a_replica_that_starts_while_a_change_goes_on_gets_it_too(folder: Path) 
             await asyncio.sleep(0.01)
         fleet.replicas["b"] = late
         await fleet.rollouts.settled()
-        assert fleet.rollouts.state["done"] == ["a", "b"]
+        assert fleet.rollouts.last.done == ("a", "b")
         assert await fleet.versions("a") == await fleet.versions("b")
         assert len((await fleet.versions("b"))[0]) > len("tiny@")
 

@@ -11,7 +11,7 @@ import pytest
 from jgr.serving.cluster.protocol import spoken
 from jgr.serving.cluster.record import Record
 from jgr.serving.cluster.relay import Answered, Asked
-from jgr.serving.cluster.rollout import JOINING_S, POLL_S, Rollouts
+from jgr.serving.cluster.rollout import JOINING_S, POLL_S, Rollout, Rollouts
 from jgr.serving.errors import RequestError
 from jgr.serving.versions.served_state import State
 
@@ -84,20 +84,21 @@ async def _at_once(seconds: float) -> None:
     await asyncio.sleep(0)
 
 
-def rolled(replicas: Replicas) -> tuple[Answered, dict[str, Any]]:
-    async def run() -> tuple[Answered, dict[str, Any]]:
+def rolled(replicas: Replicas) -> tuple[Answered, Rollout]:
+    async def run() -> tuple[Answered, Rollout]:
         rollouts = Rollouts(replicas, _at_once)
         answered = await rollouts.roll(RELOAD.path, RELOAD)
         await rollouts.settled()
-        return answered, rollouts.state
+        return answered, rollouts.last
 
     return asyncio.run(run())
 
 
 def test_one_replica_changes_after_the_other() -> None:
     replicas = Replicas("a", "b", "c")
-    answered, state = rolled(replicas)
-    assert (answered.status, state["state"], state["done"]) == (202, "done", ["a", "b", "c"])
+    answered, last = rolled(replicas)
+    assert answered.status == 202
+    assert last == Rollout(state="done", path=RELOAD.path, of=3, done=("a", "b", "c"))
     assert replicas.versions == {"a": 2, "b": 2, "c": 2}
     assert replicas.asked == [("a", "reload"), ("b", "reload"), ("c", "reload")]
     assert replicas.most_changing == 1
@@ -105,30 +106,30 @@ def test_one_replica_changes_after_the_other() -> None:
 
 def test_where_the_first_ones_probe_fails_no_other_is_asked() -> None:
     replicas = Replicas("a", "b", "c", bad=("a",))
-    _, state = rolled(replicas)
-    assert (state["state"], state["replica"], state["done"]) == ("failed", "a", [])
-    assert "the probe failed" in state["error"]
+    _, last = rolled(replicas)
+    assert (last.state, last.replica, last.done, last.back) == ("failed", "a", (), ())
+    assert last.error == "replica a: the probe failed"
     assert replicas.asked == [("a", "reload")] and set(replicas.versions.values()) == {1}
 
 
 def test_where_a_later_one_fails_those_before_go_back() -> None:
     replicas = Replicas("a", "b", "c", bad=("c",))
-    _, state = rolled(replicas)
-    assert (state["state"], state["replica"], state["back"]) == ("failed", "c", ["a", "b"])
+    _, last = rolled(replicas)
+    assert (last.state, last.replica, last.done, last.back) == ("failed", "c", ("a", "b"), ("a", "b"))
     assert replicas.versions == {"a": 1, "b": 1, "c": 1}
 
 
 def test_where_a_later_one_refuses_those_before_go_back() -> None:
     replicas = Replicas("a", "b", refuses=("b",))
-    _, state = rolled(replicas)
-    assert "answered 409: not now" in state["error"]
+    _, last = rolled(replicas)
+    assert last.error == "replica b: answered 409: not now"
     assert replicas.versions == {"a": 1, "b": 1}
 
 
 def test_what_the_first_refuses_is_refused_and_changes_nothing() -> None:
     replicas = Replicas("a", "b", refuses=("a",))
-    answered, state = rolled(replicas)
-    assert (answered.status, state) == (409, {"state": "never"})
+    answered, last = rolled(replicas)
+    assert (answered.status, last) == (409, Rollout())
     assert replicas.asked == [("a", "reload")]
 
 

@@ -18,6 +18,7 @@ from starlette.types import Message
 from jgr.config import FleetConfig
 from jgr.serving.api import ModelList
 from jgr.serving.cluster.relay import Answered, Asked, ask, read
+from jgr.serving.cluster.rollout import Rollout
 from jgr.serving.cluster.series import Series
 from jgr.serving.cluster.whole import best, erased, merged, metrics, models, readiness
 from jgr.serving.engine.metrics import CONTENT_TYPE
@@ -102,7 +103,9 @@ def test_the_models_of_a_fleet_are_those_of_one_replica_and_the_versions_of_each
     alone = msgspec.json.encode(ModelList(data=[engine.info]))
     assert "replicas" not in json.loads(alone), "one server says nothing of replicas"
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(alone))]
-    whole = models(Answered(200, headers, alone), [replica("a", "m@1"), replica("b", "m@2")])
+    last = Rollout(state="running", path="/v1/models/m/reload", of=2, done=("b",))
+    about = [replica("a", "m@1"), replica("b", "m@2")]
+    whole = models(Answered(200, headers, alone), about, msgspec.to_builtins(last))
     assert dict(whole.headers)[b"content-length"] == b"%d" % len(whole.body)
     answer = json.loads(whole.body)
     assert answer["data"] == json.loads(alone)["data"]
@@ -110,8 +113,19 @@ def test_the_models_of_a_fleet_are_those_of_one_replica_and_the_versions_of_each
         ("a", "m@1"),
         ("b", "m@2"),
     ]
+    assert answer["rollout"] == {
+        "state": "running",
+        "path": "/v1/models/m/reload",
+        "of": 2,
+        "done": ["b"],
+        "replica": None,
+        "error": None,
+        "back": [],
+    }
+    silent = models(Answered(200, headers, alone), about, None)
+    assert json.loads(silent.body)["rollout"] is None, "the coordinator does not answer"
     refused = Answered(401, [], b"no")
-    assert models(refused, []) is refused
+    assert models(refused, [], None) is refused
 
 
 def test_an_erasure_is_done_when_every_replica_has_done_it() -> None:
