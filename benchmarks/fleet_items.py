@@ -413,7 +413,7 @@ def measure(quick: bool, quiet: Quiet) -> Measured:
             settings = (
                 f"fleet.items={placement}",
                 f"fleet.items_mb={of_all * (share - room)}",
-                f"fleet.fetched_mb={of_all * room}",
+                f"fleet.fetched_mb={max(0.25, of_all * room)}",  # some pages at least, for a few small items
                 f"fleet.replicas={NODES}",
                 "fleet.fetch_ms=60000",
                 "fleet.transport=socket",
