@@ -64,6 +64,8 @@ _log = logging.getLogger(__name__)
 class ItemShare:
     """models: those of the replica; one of them shares its items. host: the address to give items on. bucket: makes the
     links as slow as others are, for measurements. kv: the folder that was built ahead, and the field that names it.
+    fleet: says how missing items are fetched; measurements replace it between requests.
+
     Raises ConfigError where no model keeps items, and UserError where the folder is not of the model."""
 
     def __init__(
@@ -74,7 +76,7 @@ class ItemShare:
         bucket: Bucket | None = None,
         kv: tuple[str, str] | None = None,
     ) -> None:
-        self._models, self._fleet, self._host, self._bucket = models, config.fleet, host, bucket
+        self._models, self.fleet, self._host, self._bucket = models, config.fleet, host, bucket
         self._kv, self._kv_field = (config.fleet.kv, "fleet.kv") if kv is None else kv
         self._threads = ThreadPoolExecutor(THREADS, "jgr-items")
         self._engine: Engine[ServedDecoder] | None = None
@@ -129,7 +131,7 @@ class ItemShare:
         name = identity(engine.info.version.rpartition("@")[2], caching.kv)
         loop = asyncio.get_running_loop()
         source = partial(lend, loop, caching.items)
-        by = self._fleet.transport
+        by = self.fleet.transport
         server = ItemServer(source, secret, name, self._host, self._bucket, nixl=by == "nixl")
         transport = SocketTransport(secret, name, caching.kv.cells.words, by == "auto", nixl=by == "nixl")
         self._node = Node(number, server, transport, engine.catalog.n_items)
@@ -194,7 +196,7 @@ class ItemShare:
         if not missing or not self._reads_items(engine, caching, hint, list(rows), round(user_tokens)):
             return ()
         sources = self._sources(node, caching, missing)
-        most_s = self._fleet.fetch_ms / 1e3
+        most_s = self.fleet.fetch_ms / 1e3
         if hint.left_ms is not None:  # the rest is for the model
             most_s = min(most_s, (hint.left_ms - hint.waited_ms) / 2e3)
         wanted = {
@@ -204,7 +206,7 @@ class ItemShare:
             for of, some in sources.items()
         }
         now_ns = engine.clock()
-        chosen = self._links.choose(wanted, now_ns, round(most_s * 1e9), self._fleet.fetch)
+        chosen = self._links.choose(wanted, now_ns, round(most_s * 1e9), self.fleet.fetch)
         arriving = {self._arriving[row] for row in missing if row in self._arriving}
         for of in chosen:
             arriving.add(self._begin(engine, node, of, sources[of], time.monotonic() + most_s))
@@ -213,7 +215,7 @@ class ItemShare:
         came = [row for row in missing if grouping.keeps(item_name(row), content(row))]
         engine.metrics.items_missing.labels("fetched").inc(len(came))
         engine.metrics.items_missing.labels("computed").inc(len(missing) - len(came))
-        if self._fleet.keep_fetched:
+        if self.fleet.keep_fetched:
             return ()
         for row in came:
             self._used[row] = self._used.get(row, 0) + 1

@@ -98,7 +98,7 @@ class Replica:
         self.name, self.node = (name, socket.gethostname()) if name else (_own_name(), own_node())
         self._others = others
         self._host, self._bucket = host, bucket
-        self._items: ItemShare | None = None
+        self.item_share: ItemShare | None = None
         self._record = Record(self._source.key)
         self._missed = ""  # how it differs from the others, for good
         self._starting: asyncio.Task[None] | None = None
@@ -148,7 +148,7 @@ class Replica:
             self.models = models
             if self._config.fleet.items != "none" and not self._source.null:
                 host = self._host or _own_host(self._config)
-                self._items = ItemShare(self.models, self._config, host, self._bucket)
+                self.item_share = ItemShare(self.models, self._config, host, self._bucket)
             else:
                 read_kv(self.models, self._config)
             await self.models.start(lambda done, total, label: None)
@@ -174,29 +174,29 @@ class Replica:
             work.begin(hint.sender, tokens, begun_ns)
         fetched: Sequence[int] = ()
         try:
-            if self._items is not None and hint.items:
-                fetched = await self._items.fetch(hint, wanted.user_tokens)
+            if self.item_share is not None and hint.items:
+                fetched = await self.item_share.fetch(hint, wanted.user_tokens)
             waited_ns = round(hint.waited_ms * 1e6) + self._now_ns() - begun_ns
             return await ask(self._app, asked, **{"jgr.waited_ns": waited_ns, "jgr.charged": True})
         finally:
             for work in (self._work, self._waiting):
                 work.end(hint.sender, tokens, self._now_ns())
-            if self._items is not None:
-                self._items.done(fetched)
+            if self.item_share is not None:
+                self.item_share.done(fetched)
 
     async def items(self, hint: Hint, what: str, *arguments: Any) -> Any:
         """Name, and what the coordinator asks of this replica's part in the items; None where it has none, or another
         replica is meant, which is gone."""
-        if self._items is None or received(Hint, hint).to not in ("", self.name):
+        if self.item_share is None or received(Hint, hint).to not in ("", self.name):
             return self.name, None
         if what == "step":
-            return self.name, await self._items.step(*arguments)
+            return self.name, await self.item_share.step(*arguments)
         asked: Mapping[str, Callable[..., Any]] = {
-            "about": self._items.about,
-            "facts": self._items.facts,
-            "join": self._items.join,
-            "see": self._items.see,
-            "counts": self._items.counts,
+            "about": self.item_share.about,
+            "facts": self.item_share.facts,
+            "join": self.item_share.join,
+            "see": self.item_share.see,
+            "counts": self.item_share.counts,
         }
         ready = what != "about" or self.models.status == "ready"
         return self.name, asked[what](*arguments) if ready else None
@@ -278,9 +278,9 @@ class Replica:
         """Finish what was accepted."""
         if hasattr(self, "models"):
             await self.models.drain(self._config.server.drain_timeout_s)
-            if self._items is not None:
-                self._items.close()
-                self._items = None
+            if self.item_share is not None:
+                self.item_share.close()
+                self.item_share = None
             self.models.join(1.0)
             if self._app.traces is not None:
                 await asyncio.to_thread(self._app.traces.close)

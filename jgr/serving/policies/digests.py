@@ -34,8 +34,8 @@ def keys(names: Iterable[str]) -> Keys:
 
 def positions(of: Keys, bits: int) -> tuple[Places, Places]:
     """The two positions of each key in a filter of 2^bits, [n] each."""
-    first = of >> np.uint64(64 - bits)
-    second = (of >> np.uint64(64 - 2 * bits)) & np.uint64((1 << bits) - 1)
+    first = of >> (64 - bits)
+    second = (of >> (64 - 2 * bits)) & ((1 << bits) - 1)
     return first.view(np.int64), second.view(np.int64)
 
 
@@ -90,12 +90,21 @@ class Digests:
 
     def count(self, of: Keys) -> Float64:
         """How many of the n keys each node holds, as far as is known, [slots] float64."""
-        first, second = positions(of, self._bits)
-        packed = self._table.take(first, axis=0) & self._table.take(second, axis=0)
-        found = np.unpackbits(packed).reshape(len(of), 8 * packed.shape[1])
+        return self.count_at(*positions(of, self._bits))
+
+    def count_at(self, first: Places, second: Places) -> Float64:
+        """See count: of the keys with these `positions`, [n] each."""
+        packed = self._table.take(first, axis=0)
+        packed &= self._table.take(second, axis=0)
+        found = np.unpackbits(packed).reshape(len(packed), 8 * packed.shape[1])
         # Bytes are added faster than larger integers.
-        held: Float64 = np.add.reduce(found, axis=0, dtype=np.uint8 if len(of) < 256 else np.uint32)
-        return held[: len(self)].astype(np.float64)
+        held: Float64 = np.add.reduce(found, axis=0, dtype=np.uint8 if len(packed) < 256 else np.uint32)
+        return held[: len(self._filters)].astype(np.float64)
+
+    def holds_at(self, first: Places, second: Places) -> Float64:
+        """Which nodes hold one key, the first one of those with these positions, [slots] float64, 0 or 1."""
+        packed = self._table[first.item(0)] & self._table[second.item(0)]
+        return np.unpackbits(packed, count=len(self._filters)).astype(np.float64)
 
     def check(self) -> None:
         """Audit: the table has the bits of the filters, and no other. AssertionError where it has not."""

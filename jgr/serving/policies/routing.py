@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jgr.serving.policies.bookings import Bookings, without
-from jgr.serving.policies.digests import Digests, Keys, keys
+from jgr.serving.policies.digests import Digests, Keys, keys, positions
 from jgr.serving.policies.routing_terms import AFFINITY, LOAD, SHARE, Rule, View, terms_of
 
 Float64 = npt.NDArray[np.float64]
@@ -119,6 +119,7 @@ class Router:
         self._names: list[str] = []  # by slot
         self._slots: dict[str, int] = {}
         self._hashes: Keys = keys(())
+        self._bits = bits
         self._users, self._items, self._shards = Digests(bits), Digests(bits), Digests(bits)
         self._bookings = Bookings()
         self._others: Float64 = np.zeros(0)  # [slots] tokens in flight that other routers have sent
@@ -127,6 +128,7 @@ class Router:
         self._ns: Float64 = np.zeros(0)  # [slots] of a token
         self._pace: Float64 = np.zeros(0)  # [slots] see View
         self._rows_ns: Float64 = np.zeros(0)  # [slots]
+        self._most_rows_ns = 0.0
         # Each user's node, and when it was sent there, the longest ago first.
         self._last: OrderedDict[str, tuple[str, int]] = OrderedDict()
         self._unsent: OrderedDict[str, Float64] = OrderedDict()  # [slots] tokens to compute, by request
@@ -190,7 +192,7 @@ class Router:
         else:
             count = len(self._names)
             order = [(self._turn + step) % count for step in range(count)]
-        ranked = [self._names[slot] for slot in order]
+        ranked = list(map(self._names.__getitem__, order))
         return sorted(ranked, key=ask.tried.__contains__) if ask.tried else ranked
 
     def expected(self, ask: Ask, names: Iterable[str]) -> dict[str, int]:
@@ -246,12 +248,13 @@ class Router:
 
     def view(self, ask: Ask) -> View:
         """What is known of the request and of `nodes`, in their order."""
-        of = keys((ask.user, *ask.items))
-        held = self._items.count(of[1:])
+        first, second = positions(keys((ask.user, *ask.items)), self._bits)  # once, for both kinds of filters
+        held = self._items.count_at(first[1:], second[1:])
         items = held * ask.item_tokens
-        user, last, expected = np.zeros(len(self._names)), None, 0.0
+        user: Float64 = np.zeros(len(self._names))
+        last, expected = None, 0.0
         if ask.user:
-            user = self._users.count(of[:1]) * ask.user_tokens
+            user = self._users.holds_at(first, second) * ask.user_tokens
             if ask.user in self._last:
                 name, sent_ns = self._last[ask.user]
                 last = self._slots[name]
@@ -271,7 +274,7 @@ class Router:
             ask.tokens,
             math.inf if ask.left_ns is None else ask.left_ns,
             self._shards.count(keys(ask.shards)) / len(ask.shards) if ask.shards else None,
-            float(self._rows_ns.max(initial=0.0)),
+            self._most_rows_ns,
         )
 
     def check(self) -> None:
@@ -327,6 +330,7 @@ class Router:
         known = self._ns[self._ns > 0]
         self._pace = self._ns / (np.median(known) if len(known) else 1.0)
         self._pace[self._pace < SLOW] = 1.0
+        self._most_rows_ns = float(self._rows_ns.max(initial=0.0))
 
     def _forget(self, now_ns: int) -> None:
         if not self._now_ns:
@@ -350,7 +354,9 @@ class Router:
         for term in self._terms:
             cost -= term(view)
         order: list[int] = np.argsort(cost).tolist()
-        best = next((slot for slot in order if self._names[slot] not in ask.tried), order[0])
+        best = order[0]
+        if ask.tried:
+            best = next((slot for slot in order if self._names[slot] not in ask.tried), best)
         self.best_score = -float(cost[best])
         return order
 

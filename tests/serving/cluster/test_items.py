@@ -142,7 +142,7 @@ class Broken:
 
 
 def share(fleet: LocalFleet, name: str) -> Any:
-    return fleet.replicas[name]._items
+    return fleet.replicas[name].item_share
 
 
 @pytest.mark.parametrize("transport", ["auto", pytest.param("nixl", marks=pytest.mark.nixl)])
@@ -303,7 +303,7 @@ def test_a_read_that_goes_wrong_becomes_a_computation(folder: Path, alone: Refer
         mine = share(fleet, "a")
         for number, give in enumerate((slow, fails, breaks, has_none, has_others)):
             mine._node.transport = broken = Broken(give)
-            mine._fleet = replace(mine._fleet, fetch_ms=50.0 if give is slow else 60_000.0)
+            mine.fleet = replace(mine.fleet, fetch_ms=50.0 if give is slow else 60_000.0)
             mine._links.keep([])  # which would leave the node alone for a while
             rows = range(6 * number, 6 * number + 6)
             answer = await fleet.rank("a", HISTORY, [IDS[row] for row in rows])

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jgr.serving.policies.digests import Digests, digest, keys
+from jgr.serving.policies.digests import Digests, digest, keys, positions
 
 BITS = 10
 
@@ -52,6 +52,9 @@ def test_every_node_holds_what_its_set_says(held: list[set[str]], asked: list[st
     digests.check()
     expected = [sum(believed(name, names, BITS) for name in asked) for names in held]
     assert digests.count(keys(asked)).tolist() == expected
+    for name in asked:
+        alone = [int(believed(name, names, BITS)) for names in held]
+        assert digests.holds_at(*positions(keys([name]), BITS)).tolist() == alone
     for slot, names in enumerate(held):
         assert digests.count(keys(names))[slot] == len(names), "no false negatives"
 
