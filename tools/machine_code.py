@@ -63,7 +63,10 @@ def dump_into(folder: Path) -> None:
 
 
 def newest(folder: Path, before: set[Path], kernel: str) -> Code:
-    """Of the kernel of this name in `folder`, in no file of `before`. Raises ValueError where it is not one."""
+    """Read the kernel of this name that was left in `folder`, in no file of `before`.
+
+    Raises ValueError where there is not exactly one, and what `read` raises.
+    """
     new = [x for x in folder.rglob("*.ptx") if x not in before and f".entry {kernel}(" in x.read_text()]
     if len(new) != 1:
         raise ValueError(f"{len(new)} kernels named {kernel} were left in the folder, not one")
@@ -83,7 +86,7 @@ def read(ptx: Path, kernel: str) -> Code:
 
 
 def parse(kernel: str, ptxas: str, listing: str, shared: int) -> Code:
-    """Of what ptxas -v and nvdisasm say, for this kernel."""
+    """Count what ptxas -v and nvdisasm say of this kernel. Raises ValueError where one of them does not name it."""
     said = re.split(r"Compiling entry function '", ptxas)
     own = next((x for x in said if x.startswith(f"{kernel}'")), "")
     registers = re.search(r"Used (\d+) registers", own)
