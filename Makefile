@@ -77,8 +77,8 @@ claims: $(STAMP)
 test-quick: $(STAMP)
 	$(BIN)/python -m pytest $(WORKERS) -m "not slow"
 
-# What a newer jax could break: every kernel, each family of models against its goldens or formulas, each compiled
-# program of the engine, training and its checkpoints, the compilation cache.
+# What a newer jax could break: every kernel, in each dialect, each family of models against its goldens or formulas, each
+# compiled program of the engine, training and its checkpoints, the compilation cache.
 ON_JAX := tests/ops \
 	tests/models/test_golden_hf.py::test_every_array[qwen3] \
 	tests/models/test_hstu.py tests/models/test_stu.py tests/models/test_climber.py \
@@ -92,7 +92,8 @@ ON_JAX := tests/ops \
 	tests/training/test_trainer.py::test_a_trained_folder_is_served_and_has_learnt_the_rule \
 	tests/training/test_ranker.py::test_the_loss_is_that_of_the_target_among_the_candidates_and_of_every_next_item \
 	tests/training/test_progress.py::test_a_disk_that_fills_up_ends_a_run_that_goes_on_later \
-	tests/training/test_rq_vae.py
+	tests/training/test_rq_vae.py \
+	tests/tools/test_shared_stage.py
 
 # Of these, by programs as XLA makes them in service (tests/conftest.py says what others leave), which take twice as long
 # to compile: goldens of decoders, a search under filters against one by hand, scores of each scorer.

@@ -2,9 +2,9 @@
 """What every test relies on: the process's settings, and which tests this machine can run.
 
 A test marked `data("folder")` reads a dataset, one marked `gpu` a GPU, and one marked `prometheus`, `chromium`, `zsh`
-or `fish` runs that program of Debian's, one marked `ray` or `nixl` runs that package, and one marked `native` the
-library of kernels for CPUs, which takes a C++ compiler. Where that is missing they are deselected, not skipped, and
-the summary says how many ran: an absent check must not look like a passed one.
+or `fish` runs that program of Debian's, one marked `ray` or `nixl` runs that package, one marked `gpu_compiler` Triton,
+and one marked `native` the library of kernels for CPUs, which takes a C++ compiler. Where that is missing they are
+deselected, not skipped, and the summary says how many ran: an absent check must not look like a passed one.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ _RAY = getattr(find_spec("ray"), "origin", "")
 _NATIVE = (
     Path(__file__).resolve().parents[1] / "build" / f"native-{Path(sys.prefix).name}"
 )  # as tests/native.py
+_GPU_COMPILER = Path(__file__).resolve().parents[1] / "build" / f"gpu-compile-{Path(sys.prefix).name}"
 _PROGRAMS = {
     "prometheus": PROMETHEUS,
     "chromium": CHROMIUM,
@@ -63,12 +64,14 @@ _PROGRAMS = {
     "fish": FISH,
     "ray": _RAY,
     "nixl": getattr(find_spec("nixl_cu12"), "origin", ""),
+    "gpu_compiler": str(_GPU_COMPILER) if (_GPU_COMPILER / "triton").is_dir() else "",
     "native": str(_NATIVE) if (_NATIVE / "jgr_native").is_dir() else "",
 }
 """What tests are marked with, Debian's programs by the packages' names: where they are, "" where they are not."""
 _GET = {
     "ray": "pip install 'jgr[cluster]'",
     "nixl": "pip install --no-deps nixl-cu12",
+    "gpu_compiler": "make installed",
     "native": "make installed, with a C++ compiler",
 }
 _LONGEST = ("test_docs.py", "test_journeys.py")

@@ -5,8 +5,9 @@
 
 XLA's compiler needs only a description of the device. What passes here has gone through Triton, LLVM and ptxas for
 sm_90a, fits into shared memory and spills no register; what it computes is checked elsewhere, in interpret mode. Cases
-come from the ops' own lists (tag "compile"). Two controls, one of tiles too large for shared memory and one for the
-registers, must be refused: if the compiler takes them, the check checks nothing and fails.
+come from the ops' own lists (tag "compile"). One kernel is there in other dialects than Pallas' Triton one too
+(tools/shared_stage); what its machine code is made of is printed. Two controls, one of tiles too large for shared
+memory and one for the registers, must be refused: if the compiler takes them, the check checks nothing and fails.
 
 A program must not copy what it only reads, such as a layer's weights out of a stack of layers: a copy of more than
 10 MB in the compiled program is an error. The third control holds its layers in a stack, and must be refused for that.
@@ -19,7 +20,6 @@ from __future__ import annotations
 import functools
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -59,7 +59,7 @@ from jgr.ops.beam_attention.config import Config
 from jgr.ops.testing import OpCases, all_ops
 from jgr.prompt.layouts import Tokens
 from jgr.serving.decoders.caching import kv_cells
-from tools import gpu_target
+from tools import gpu_target, machine_code, shared_stage
 from tools.compiled_text import large_copies, matrices_apart
 
 POOL_TOKENS = 64_000
@@ -92,6 +92,8 @@ class Program(NamedTuple):
     """Sums over devices in a program that two devices share, whose arguments are Spreads; 0: one has it to itself."""
     apart: int = 0
     """Matrices in 8 bits that are read by something else than the kernel of their product."""
+    kernel: str = ""
+    """The kernel whose machine code is read: it must be there, spill nothing and multiply by warpgroups."""
     weights: Any = ()
     """Those of a generator, which say with which of XLA's options it is compiled."""
 
@@ -187,6 +189,18 @@ def controls() -> Iterator[Program]:
         yield Program("control", name, call, tuple(shapes.values()), error)
     stacked = _packed("qwen3-1.7b", tokens=1024, context=1024, candidates=64, layers=STACKED, apart=False)
     yield stacked._replace(name="control", case="copies", refused="above 10 MB")
+
+
+def dialects() -> Iterator[Program]:
+    """The kernel that most of a search's beam attention is, in each of three; jax 0.11 leaves no PTX of Pallas' own."""
+    shapes, tiles = beam_cases.OP.shapes(shared_stage.CASE, jnp.bfloat16), shared_stage.Tiles()
+    config = Config(tiles.rows, tiles.tokens, tiles.splits, warps=tiles.warps, stages=tiles.stages)
+    call = functools.partial(_beam_attention, tuple(shapes), config)
+    kernel = "beam_attention" if jax.__version_info__ < (0, 11) else ""
+    yield Program("shared_stage", "pallas_triton", call, tuple(shapes.values()), is_op=True, kernel=kernel)
+    for form in shared_stage.FORMS:
+        arguments = shared_stage.arguments()
+        yield Program("shared_stage", form.name, form.call, arguments, is_op=True, kernel=form.kernel)
 
 
 def engine() -> Iterator[Program]:
@@ -376,8 +390,8 @@ def attempt(
     program: Program, compile_: Callable[[Program], Any], dump: Path, registers_too: bool = False
 ) -> Outcome:
     """Compile, and say what came of it."""
-    before, start = set(dump.glob("*")), time.perf_counter()
-    error, temp_bytes, copies = "", 0, list[str]()
+    before, start = set(dump.rglob("*")), time.perf_counter()
+    error, used, temp_bytes, copies = "", "", 0, list[str]()
     try:
         compiled = compile_(program)
         analysis = compiled.memory_analysis()
@@ -393,36 +407,20 @@ def attempt(
             error = (
                 f"{apart} matrices in 8 bits are read outside their products, there should be {program.apart}"
             )
+        if program.kernel:
+            code = machine_code.newest(dump, before, program.kernel)
+            used, error = str(code), error or code.problem
     except Exception as e:  # Triton, LLVM, ptxas and XLA each raise their own
         error = " ".join(str(e).split()) or type(e).__name__
     seconds = time.perf_counter() - start
     if program.refused:
         found = "was compiled" if not error else error
         error = "" if program.refused in error else f"must be refused with '{program.refused}', but: {found}"
-    used = "" if error or program.refused else _kernels(set(dump.glob("*")) - before, registers_too)
+    if error or program.refused:
+        used = ""
+    elif not used:
+        used = machine_code.pallas_kernels(set(dump.rglob("*")) - before, registers_too)
     return Outcome(program.name, program.case, seconds, temp_bytes, len(copies), used, error)
-
-
-def _kernels(files: set[Path], registers_too: bool = False) -> str:
-    """Shared memory of the Pallas kernels in a program's dump, and their registers, for which ptxas runs once more; jax
-    0.11 dumps no PTX to count from."""
-    shared: dict[str, int] = {}
-    for path in files:
-        if path.name.endswith("thunk_sequence.txt"):
-            found = re.findall(r"kCustomKernel.*?\] (\S+) grid.*shared_memory: (\d+)", path.read_text())
-            shared |= {name: int(size) for name, size in found}
-    registers: dict[str, str] = {}
-    ptxas = shutil.which("ptxas") if registers_too else None
-    for path in files if ptxas and shared else ():
-        if path.suffix == ".ptx" and any(f".entry {name}" in path.read_text() for name in shared):
-            arguments = [str(ptxas), "-v", "-arch=sm_90a", str(path), "-o", os.devnull]
-            said = subprocess.run(arguments, capture_output=True, text=True, check=False).stderr
-            registers |= dict(re.findall(r"entry function '(\S+)'.*?Used (\d+) registers", said, re.DOTALL))
-    return ", ".join(
-        f"{name} {registers[name] + ' regs ' if name in registers else ''}{size / 1024:.0f} KiB"
-        for name, size in sorted(shared.items())
-        if "fusion" not in name  # XLA's own
-    )
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
@@ -450,12 +448,13 @@ def main(argv: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         given = os.environ.get("XLA_FLAGS", "")
         os.environ["XLA_FLAGS"] = f"{given} {FAIL_ON_SPILLS} --xla_dump_to={folder}"
+        machine_code.dump_into(Path(folder))
         try:
             compile_ = compiler()
         except RuntimeError as e:
             print(f"compile_gpu: no CUDA plugin of jax {jax.__version__} is installed: {e}", file=sys.stderr)
             return 2
-        programs = [*kernels(all_ops()), *controls(), *engine(), *shared()]
+        programs = [*kernels(all_ops()), *controls(), *dialects(), *engine(), *shared()]
         chosen = [p for p in programs if wanted in f"{p.name} {p.case}"][part - 1 :: parts]
         outcomes = [attempt(p, compile_, Path(folder), flags.FLAGS.registers) for p in chosen]
     print(f"jax {jax.__version__}, for an H200\n{table(outcomes)}")

@@ -15,7 +15,7 @@ import pytest
 from jgr.ops.beam_attention import beam_attention
 from jgr.ops.beam_attention.cases import OP, REORDER
 from jgr.ops.testing import all_ops
-from tools import compile_gpu
+from tools import compile_gpu, machine_code
 from tools.compile_gpu import Outcome, Program
 from tools.compiled_text import large_copies, matrices_apart
 
@@ -226,4 +226,4 @@ def test_shared_memory_is_read_from_the_compilers_dump(tmp_path: Path) -> None:
         "shared_memory: 98304 bytes\n"
         "002: kCustomKernel [sink] loop_fusion grid: [1] threads: [8, 1, 1]  shared_memory: 0 bytes\n"
     )
-    assert compile_gpu._kernels({dumped}) == "attend 96 KiB"
+    assert machine_code.pallas_kernels({dumped}) == "attend 96 KiB"
