@@ -240,6 +240,33 @@ def test_refusals_are_those_of_a_server(fleet: Fleet) -> None:
     assert (large[0], json.loads(large[1])["error"]["type"]) == (413, "body_too_large")
 
 
+def test_who_may_not_change_the_fleet_is_refused_before_the_body_comes(fleet: Fleet) -> None:
+    host, _, port = fleet.url.removeprefix("http://").partition(":")
+    for key, status in (("wrong", 401), (KEY, 403)):
+        for method, path in (("POST", "/v1/catalogs"), ("POST", "/v1/models/tiny/reload")):
+            with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as caller:
+                head = f"{method} {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n"
+                caller.sendall(f"{head}Content-Length: 1000000\r\n\r\n{{".encode())
+                told = caller.recv(4096)
+            assert told.startswith(b"HTTP/1.1 %d " % status)
+            assert (b"www-authenticate: Bearer" in told) == (status == 401)
+
+
+def test_a_websocket_is_refused_and_ends_nothing(fleet: Fleet) -> None:
+    before = fleet.series("jgr_fleet_decision_seconds_count")
+    asked = {
+        "connection": "Upgrade",
+        "upgrade": "websocket",
+        "sec-websocket-version": "13",
+        "sec-websocket-key": "AAAAAAAAAAAAAAAAAAAAAA==",
+    }
+    for _ in range(8):  # both fronts get some
+        assert fleet.ask("GET", "/v1/recommend", **asked)[0] == 403
+    with fleet.client() as client:
+        client.recommend(HISTORIES)
+    assert set(fleet.series("jgr_fleet_decision_seconds_count")) == set(before), "the fronts are the same"
+
+
 def test_the_whole_view_names_every_replica(fleet: Fleet) -> None:
     until_all_are_ready(fleet)
     assert len(names(fleet)) == 2
