@@ -81,7 +81,7 @@ class SharedLanding:
         """OSError where the shared memory is full."""
         self._file.seek(0)
         for block in blocks:
-            left = memoryview(np.ascontiguousarray(block.words)).cast("B")
+            left = np.ascontiguousarray(block.words).reshape(-1).view(np.uint8).data
             while left:
                 left = left[self._file.write(left) :]
 
