@@ -13,7 +13,8 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -163,6 +164,34 @@ def tell_failures(
                 _log.warning("%s: %s", name, why)
 
 
+@contextmanager
+def _failures_told() -> Iterator[None]:
+    """Tell meanwhile what keeps replicas from starting, those too that Ray starts later for others."""
+    over = threading.Event()
+    teller = threading.Thread(target=tell_failures, args=(_messages, over), daemon=True)
+    teller.start()
+    try:
+        yield
+    finally:
+        over.set()
+        teller.join()
+
+
+def _messages() -> dict[str, str]:
+    """What Ray says of each deployment, by its name; nothing while nobody there can be asked."""
+    from ray import serve
+    from ray.exceptions import RayError
+    from ray.serve.exceptions import RayServeException
+
+    from jgr.serving.cluster.application import NAME
+
+    try:
+        found = serve.status().applications.get(NAME)
+    except (RayError, RayServeException):
+        return {}
+    return {} if found is None else {name: each.message for name, each in found.deployments.items()}
+
+
 class _Stop(Exception):
     """A signal has come before the fleet serves."""
 
@@ -206,10 +235,11 @@ def _serve(source: Source, host: str, port: int, address: str | None) -> int:
         require_closed(ray.get_runtime_context().gcs_address)
         if address is None:
             require_room(source.configs()[0].fleet, ray.cluster_resources())
-        _deploy(source, host, port)
-        signals.serves = True
-        print(f"http://{host}:{port}", flush=True)
-        signals.ended.wait()
+        with _failures_told():
+            _deploy(source, host, port)
+            signals.serves = True
+            print(f"http://{host}:{port}", flush=True)
+            signals.ended.wait()
     except _Stop:
         pass
     finally:
@@ -228,24 +258,14 @@ def _deploy(source: Source, host: str, port: int) -> None:
 
     from jgr.serving.cluster.application import NAME, application
 
-    def messages() -> dict[str, str]:
-        found = serve.status().applications.get(NAME)
-        return {} if found is None else {name: each.message for name, each in found.deployments.items()}
-
     serve.start(http_options={"host": host, "port": port}, proxy_location="EveryNode")
     http = _get_global_client().http_config  # Ray tells it nowhere else without its dashboard
     require_address((http.host, http.port), (host, port))
     built = application(source)
     _log.info("deployed; replicas load their models and compile")
-    over = threading.Event()
-    teller = threading.Thread(target=tell_failures, args=(messages, over), daemon=True)
-    teller.start()
     try:
         serve.run(built, name=NAME, logging_config=LOGGING)
     except RuntimeError as error:
-        why = [f"{name}: {failure(message)}" for name, message in messages().items() if message]
+        why = [f"{name}: {failure(message)}" for name, message in _messages().items() if message]
         raise UserError(f"the fleet does not start: {'; '.join(why) or one_line(error)}") from None
-    finally:
-        over.set()
-        teller.join()
     require_proxy(lambda: serve.status().proxies.values(), f"{host}:{port}")

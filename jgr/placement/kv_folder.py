@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Items' keys and values in files, computed ahead (BAT-12): what `jgr kv build` writes and replicas map.
+"""Items' keys and values in files, computed ahead (BAT-12): what `jgr kv build` writes and replicas read.
 
 A block is known by the digest of the item's tokens, so a catalog that changed finds the items that did not. There are
 three files: `kv.json` says what the blocks are of, `blocks.bin` has them one after the other, and `index.bin` has a
@@ -13,6 +13,7 @@ import errno
 import fcntl
 import os
 import shutil
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -47,19 +48,23 @@ class About(msgspec.Struct, frozen=True):
 
 
 class KvFolder:
-    """The blocks of a folder, mapped. Raises UserError where it is not of this model, or cannot be read."""
+    """The blocks of a folder. Raises UserError where it is not of this model, or cannot be read.
+
+    Blocks are read and not mapped: a page that is mapped of a file that was cut short since ends the process.
+    """
 
     def __init__(self, path: Path, identity: str) -> None:
         self.path = path
         self.about = _about(path)
         _require_same(path, self.about, identity)
-        self._records, cells = _records(path, self.about)
+        self._records, _ = _records(path, self.about)
         self._order = np.argsort(self._records["high"], kind="stable")
         self._high = self._records["high"][self._order]
-        shape = (cells, self.about.cell_words)
-        self._words: npt.NDArray[np.uint32] = (
-            np.memmap(path / BLOCKS, np.uint32, "r", shape=shape) if cells else np.zeros(shape, np.uint32)
-        )
+        try:
+            self._blocks = os.open(path / BLOCKS, os.O_RDONLY)
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read: {error.strerror}") from error
+        weakref.finalize(self, os.close, self._blocks)
 
     def __len__(self) -> int:
         return len(self._records)
@@ -74,7 +79,12 @@ class KvFolder:
         if record is None:
             return None
         first, cells = int(record["first"]), int(record["cells"])
-        block = Block(np.array(self._words[first : first + cells]), record["checksum"].tobytes())
+        size = self.about.cell_words * 4
+        raw = os.pread(self._blocks, cells * size, first * size)
+        if len(raw) < cells * size:
+            return None
+        words = np.frombuffer(raw, np.uint32).reshape(cells, self.about.cell_words)
+        block = Block(words, record["checksum"].tobytes())
         return block if checksum(block.words) == block.checksum else None
 
     def _find(self, digest: bytes) -> Any:

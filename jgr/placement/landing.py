@@ -5,7 +5,6 @@ memory of one machine. Who has made it is its reader, and it is named to the own
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import secrets
 from collections.abc import Sequence
@@ -44,14 +43,11 @@ class PeerLanding(Protocol):
 
 
 class SharedLanding:
-    """A file under /dev/shm in which an owner puts bytes for a reader, who has made it."""
+    """A file under /dev/shm in which an owner puts bytes for a reader, who has made it. It is written and read, not
+    mapped: where the memory is full a write is an error, and a mapped page ends the process."""
 
     def __init__(self, path: Path, descriptor: int) -> None:
-        self._path = path
-        try:
-            self._map = mmap.mmap(descriptor, LANDING_BYTES)
-        finally:
-            os.close(descriptor)
+        self._path, self._file = path, os.fdopen(descriptor, "r+b", buffering=0)
 
     @property
     def name(self) -> str:
@@ -82,16 +78,18 @@ class SharedLanding:
         return landing
 
     def put(self, blocks: Sequence[Block]) -> None:
-        at = 0
+        """OSError where the shared memory is full."""
+        self._file.seek(0)
         for block in blocks:
-            self._map[at : at + block.nbytes] = np.ascontiguousarray(block.words).tobytes()
-            at += block.nbytes
+            left = np.ascontiguousarray(block.words).reshape(-1).view(np.uint8).data
+            while left:
+                left = left[self._file.write(left) :]
 
     def get(self, at: int, size: int) -> bytes:
-        return self._map[at : at + size]
+        return os.pread(self._file.fileno(), size, at)
 
     def close(self) -> None:
-        self._map.close()
+        self._file.close()
 
     def remove(self) -> None:
         self.close()

@@ -41,6 +41,8 @@ MOST_FRAME = 1 << 20
 MOST_ROWS = 4096
 HELLO_S, SEND_S = 5.0, 30.0
 """How long the other end may take to prove itself, and to take an answer, in seconds."""
+BUSY_S = 1.0
+"""How long after a connection that could not be let in the next one is."""
 IDLE_CONNECTIONS = 4
 MOST_CONNECTIONS = 256
 _HEADER = struct.Struct("<I")
@@ -162,13 +164,14 @@ class ItemServer:
         self._listener = socket.create_server((host, 0))
         self.port: int = self._listener.getsockname()[1]
         self._open: set[socket.socket] = set()
-        self._lock, self._closed = threading.Lock(), False
+        self._lock, self._closed, self._busy = threading.Lock(), False, threading.Event()
         threading.Thread(target=self._accept, name="jgr-item-server", daemon=True).start()
 
     def close(self) -> None:
         """Stop listening, and end every connection."""
         with self._lock:
             self._closed = True
+            self._busy.set()
             connections = [self._listener, *self._open]
         for connection in connections:
             with contextlib.suppress(OSError):
@@ -179,8 +182,12 @@ class ItemServer:
         while True:
             try:
                 connection, _ = self._listener.accept()
-            except OSError:
-                return
+            except OSError as error:
+                if self._closed:
+                    return
+                _log.warning("items: a reader cannot be let in: %s", error)
+                self._busy.wait(BUSY_S)  # as where this process has no more files
+                continue
             with self._lock:
                 refused = self._closed or len(self._open) >= MOST_CONNECTIONS
                 if not refused:

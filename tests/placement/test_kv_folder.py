@@ -89,6 +89,19 @@ def test_a_block_that_changed_on_the_disk_is_none(tmp_path: Path) -> None:
         assert not builder.has(digest(1)), "and is built again"
 
 
+def test_a_file_that_is_cut_short_or_goes_while_it_is_read_ends_nothing(tmp_path: Path) -> None:
+    add(tmp_path, 1, 2)
+    found = KvFolder(tmp_path, MODEL)
+    os.truncate(tmp_path / "blocks.bin", block(1).nbytes)
+    read = found.read(digest(1))
+    assert read is not None and read.checksum == block(1).checksum
+    assert found.read(digest(2)) is None
+    (tmp_path / "blocks.bin").unlink()
+    assert found.read(digest(1)) is not None, "which is open"
+    with pytest.raises(UserError, match="cannot be read"):
+        KvFolder(tmp_path, MODEL)
+
+
 def test_two_builders_do_not_work_at_one_folder(tmp_path: Path) -> None:
     with KvBuilder(tmp_path, ABOUT):
         with pytest.raises(UserError, match="another jgr kv build is at work there"):

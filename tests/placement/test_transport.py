@@ -3,18 +3,22 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 import socket
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from jgr import extras
 from jgr.fields import UserError
+from jgr.placement import transport
 from jgr.placement.landing import SHARED, SharedLanding, TransportError
 from jgr.placement.shared_items import Block, block_of
 from jgr.placement.transport import (
@@ -106,7 +110,7 @@ def test_blocks_arrive_whole_and_a_connection_is_used_again(owner: Owner, peer: 
     same(mine.fetch(peer, wanted(3, 7, 5), PATIENCE_S), owner, [3, 7, 5])
     same(mine.fetch(peer, wanted(*range(20)), PATIENCE_S), owner, range(20))
     assert (len(mine._idle[peer]), owner.none_is_lent()) == (1, True)
-    assert set(SHARED.glob("jgr-items-*")) <= before, "what is mapped has no name any more"
+    assert set(SHARED.glob("jgr-items-*")) <= before, "what is open has no name any more"
     mine.close()
 
 
@@ -217,6 +221,40 @@ def test_bytes_are_put_nowhere_but_into_a_readers_own_file(tmp_path: Path, serve
         link.unlink()
     finally:
         small.unlink()
+
+
+def test_shared_memory_that_is_full_ends_a_conversation_and_no_process(
+    owner: Owner, server: ItemServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = Peer("127.0.0.1", server.port, machine())
+    mine = reader()
+    with monkeypatch.context() as patch:
+        full = SharedLanding(Path("/dev/full"), os.open("/dev/full", os.O_RDWR))
+        patch.setattr(SharedLanding, "of_peer", lambda name: full)
+        with pytest.raises(TransportError):
+            mine.fetch(here, wanted(3, 7), PATIENCE_S)
+    same(mine.fetch(here, wanted(3, 7), PATIENCE_S), owner, [3, 7])
+    mine.close()
+
+
+def test_a_process_without_files_for_a_while_lets_readers_in_later(
+    owner: Owner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused, accept = [OSError(errno.EMFILE, "Too many open files")] * 2, socket.socket.accept
+
+    def scarce(listener: socket.socket) -> Any:
+        if refused:
+            raise refused.pop()
+        return accept(listener)
+
+    monkeypatch.setattr(transport, "BUSY_S", 0.0)
+    monkeypatch.setattr(socket.socket, "accept", scarce)
+    server = ItemServer(owner.read, SECRET, MODEL)
+    mine = reader()
+    same(mine.fetch(Peer("127.0.0.1", server.port, ""), wanted(3), PATIENCE_S), owner, [3])
+    assert not refused
+    mine.close()
+    server.close()
 
 
 def test_bytes_by_nixl_need_it(monkeypatch: pytest.MonkeyPatch) -> None:

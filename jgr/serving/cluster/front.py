@@ -43,6 +43,8 @@ from jgr.serving.policies.hedging import Hedging
 HEALTH, READY = ("/health/", "/v2/health/"), "/health/ready"
 HEALTH_S = 0.5
 """So long all replicas have to say how they are: who asks may wait for a second alone, such as Kubernetes."""
+NOT_SPOKEN = 1003
+"""The code of a websocket that is closed since its data are of no use."""
 GRACE_S = 0.25
 """So long after a request's deadline the front still waits for what its replica says of that."""
 
@@ -83,7 +85,10 @@ class Front:
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         async def application(scope: Scope, receive: Receive, send: Send) -> None:
-            await (self._http if scope["type"] == "http" else _lifespan)(scope, receive, send)
+            if scope["type"] == "websocket":  # nothing here speaks it: the proxy answers 403
+                await send({"type": "websocket.close", "code": NOT_SPOKEN})
+            else:
+                await (self._http if scope["type"] == "http" else _lifespan)(scope, receive, send)
 
         return application  # a function: uvicorn takes a method for an application of ASGI 2
 
@@ -96,7 +101,8 @@ class Front:
         path = own_path(scope["path"], self._config.server.base_path)
         try:
             tenant = self._charge(scope, path)
-            most = self._max_upload_bytes if path == UPLOAD_PATH else self._config.server.max_body_bytes
+            upload = path == UPLOAD_PATH and changes(scope["method"], path)
+            most = self._max_upload_bytes if upload else self._config.server.max_body_bytes
             # Of who may not ask no body is read: a replica refuses by the head alone.
             asked = head(scope) if tenant is None else await read(scope, receive, most)
             headers = [each for each in asked.headers if each[0] != b"x-request-id"]
@@ -115,7 +121,7 @@ class Front:
         await reply(send, answered._replace(headers=headers))
 
     async def _answer(self, path: str, asked: Asked, arrival_s: float, tenant: str) -> Answered:
-        if asked.method == "POST" and path.startswith(ADMIN_PATHS):
+        if changes(asked.method, path):
             return received(Answered, await self._rollouts.roll.remote(path, asked))
         if asked.method == "DELETE" and path.startswith(USERS):
             return erased(await self._replicas.ask_all(asked))
@@ -157,6 +163,8 @@ class Front:
         try:
             caller = who(self._keys, scope["method"], path)(given[-1] if given else b"")
         except RequestError:
+            if changes(scope["method"], path):
+                raise
             return None
         try:
             caller.charge(time.monotonic_ns())
@@ -172,6 +180,11 @@ class Front:
     async def series(self) -> str:
         """This front's own series."""
         return SERIES.text()
+
+
+def changes(method: str, path: str) -> bool:
+    """Whether a request changes what the fleet serves, which only an admin may."""
+    return method == "POST" and path.startswith(ADMIN_PATHS)
 
 
 async def _lifespan(scope: Scope, receive: Receive, send: Send) -> None:
@@ -190,6 +203,8 @@ def _refusal(error: RequestError, request_id: str, path: str) -> Answered:
         (b"content-length", b"%d" % len(body)),
         (b"x-request-id", request_id.encode()),
     ]
+    if error.type == "unauthorized":
+        headers.append((b"www-authenticate", b"Bearer"))
     if error.type in TRY_AGAIN or error.type == "unavailable":
         headers.append((b"retry-after", b"%d" % error.retry_after_s))
     return Answered(STATUS[error.type], headers, body)

@@ -65,6 +65,8 @@ class ItemShare:
     """models: those of the replica; one of them shares its items. host: the address to give items on. bucket: makes the
     links as slow as others are, for measurements. kv: the folder that was built ahead, and the field that names it.
     fleet: says how missing items are fetched; measurements replace it between requests.
+    late: others serve already, so that a folder which cannot be used any more keeps nobody from starting: items are
+    computed.
 
     Raises ConfigError where no model keeps items, and UserError where the folder is not of the model."""
 
@@ -75,7 +77,9 @@ class ItemShare:
         host: str = "127.0.0.1",
         bucket: Bucket | None = None,
         kv: tuple[str, str] | None = None,
+        late: bool = False,
     ) -> None:
+        self._late = late
         self._models, self.fleet, self._host, self._bucket = models, config.fleet, host, bucket
         self._kv, self._kv_field = (config.fleet.kv, "fleet.kv") if kv is None else kv
         self._threads = ThreadPoolExecutor(THREADS, "jgr-items")
@@ -261,12 +265,13 @@ class ItemShare:
         return engine
 
     def _open_folder(self, engine: Engine[ServedDecoder]) -> None:
-        """Map what was built ahead. Raises UserError where it is not of the first model; of a later one it is left."""
+        """Map what was built ahead. Raises UserError where it is not of the first model; of a later one, or where
+        others serve, it is left."""
         revision = engine.info.version.rpartition("@")[2]
         try:
             self._folder = KvFolder(Path(self._kv), identity(revision, self._caching().kv))
         except UserError as error:
-            if self._worker == 1:
+            if self._worker == 1 and not self._late:
                 raise
             _log.warning("%s: items are computed: %s", self._kv_field, error)
 

@@ -148,7 +148,9 @@ class Replica:
             self.models = models
             if self._config.fleet.items != "none" and not self._source.null:
                 host = self._host or _own_host(self._config)
-                self.item_share = ItemShare(self.models, self._config, host, self._bucket)
+                self.item_share = ItemShare(
+                    self.models, self._config, host, self._bucket, late=self._record.number > 0
+                )
             else:
                 read_kv(self.models, self._config)
             await self.models.start(lambda done, total, label: None)

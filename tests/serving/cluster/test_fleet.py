@@ -251,12 +251,33 @@ def test_refusals_are_those_of_a_server(fleet: Fleet) -> None:
     assert (large[0], json.loads(large[1])["error"]["type"]) == (413, "body_too_large")
 
 
-def test_no_body_of_a_stranger_is_read(fleet: Fleet) -> None:
-    """A whole catalog of a gigabyte is announced, and one byte of it comes."""
-    asked = b"POST /v1/catalogs HTTP/1.1\r\nhost: a\r\ncontent-length: 1000000000\r\n\r\n{"
-    answer = raw(fleet, asked)
-    assert answer.startswith(b"HTTP/1.1 401 ")
-    assert b"www-authenticate: bearer" in answer.lower()
+def test_of_who_may_not_ask_no_body_is_read(fleet: Fleet) -> None:
+    """A megabyte is announced, and one byte of it comes."""
+    asked = [
+        ("/v1/catalogs", "wrong", 401),
+        ("/v1/models/tiny/reload", "wrong", 401),
+        ("/v1/rank", "wrong", 401),
+    ]
+    for path, key, status in (*asked, ("/v1/catalogs", KEY, 403), ("/v1/models/tiny/reload", KEY, 403)):
+        head = f"POST {path} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\ncontent-length: 1000000\r\n\r\n"
+        told = raw(fleet, f"{head}{{".encode())
+        assert told.startswith(b"HTTP/1.1 %d " % status), path
+        assert (b"www-authenticate: Bearer" in told) == (status == 401)
+
+
+def test_a_websocket_is_refused_and_ends_nothing(fleet: Fleet) -> None:
+    before = fleet.series("jgr_fleet_decision_seconds_count")
+    asked = {
+        "connection": "Upgrade",
+        "upgrade": "websocket",
+        "sec-websocket-version": "13",
+        "sec-websocket-key": "AAAAAAAAAAAAAAAAAAAAAA==",
+    }
+    for _ in range(8):  # both fronts get some
+        assert fleet.ask("GET", "/v1/recommend", **asked)[0] == 403
+    with fleet.client() as client:
+        client.recommend(HISTORIES)
+    assert set(fleet.series("jgr_fleet_decision_seconds_count")) == set(before), "the fronts are the same"
 
 
 def test_the_whole_view_names_every_replica(fleet: Fleet) -> None:

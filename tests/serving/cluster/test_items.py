@@ -32,7 +32,8 @@ from jgr.placement.shared_items import Block, block_of
 from jgr.placement.transport import Peer
 from jgr.placement.worker import item_name
 from jgr.serving.cluster.hints import Hint
-from tests.serving.cluster.local import LocalFleet
+from jgr.serving.cluster.record import NoOthers, Record
+from tests.serving.cluster.local import LocalFleet, LocalReplica
 from tests.serving.decoders.test_cached_server import N_ITEMS, make_config
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -441,6 +442,23 @@ def test_a_replica_with_a_folder_is_warm_at_once(folder: Path, built: Path, alon
         assert await item_bytes(fleet, "a", "placement") == 0
 
     served(folder, ["fleet.items=hash", f"fleet.kv={built}"], run)
+
+
+def test_a_replica_that_comes_later_does_without_a_folder_that_is_gone(
+    folder: Path, alone: Reference
+) -> None:
+    class Serving(NoOthers):
+        async def record(self, source: str) -> Record:
+            return Record(source, number=1)
+
+    async def run() -> None:
+        fleet = LocalFleet(folder, [*SETTINGS, "fleet.items=hash", "fleet.kv=/nowhere"], 1)
+        fleet.replicas["a"] = LocalReplica(fleet.source, "a", Serving())
+        await fleet.start()
+        assert scores(await fleet.rank("a", HISTORY, IDS[:6])) == alone(range(6))
+        await fleet.close()
+
+    asyncio.run(run())
 
 
 def test_a_folder_of_other_cells_is_refused(folder: Path, built: Path) -> None:
