@@ -78,7 +78,7 @@ class SharedLanding:
         return landing
 
     def put(self, blocks: Sequence[Block]) -> None:
-        """OSError where the shared memory is full."""
+        """Write the blocks one after another. Raises OSError where the shared memory is full."""
         self._file.seek(0)
         for block in blocks:
             left = np.ascontiguousarray(block.words).reshape(-1).view(np.uint8).data

@@ -12,6 +12,7 @@ import logging
 import os
 import time
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from ray import serve
@@ -29,7 +30,7 @@ from jgr.serving.cluster.relay import Answered, Asked, head, read, reply
 from jgr.serving.cluster.replicas import Replicas, begun, soon
 from jgr.serving.cluster.router import SERIES
 from jgr.serving.cluster.sending import Sending
-from jgr.serving.cluster.whole import best, erased, metrics, models, readiness
+from jgr.serving.cluster.whole import Shared, best, erased, metrics, models, readiness
 from jgr.serving.engine.tracing import tracing
 from jgr.serving.errors import STATUS, RequestError
 from jgr.serving.http.cold import ADMIN_PATHS, UPLOAD_PATH
@@ -45,6 +46,8 @@ HEALTH_S = 0.5
 """So long all replicas have to say how they are: who asks may wait for a second alone, such as Kubernetes."""
 NOT_SPOKEN = 1003
 """The code of a websocket that is closed since its data are of no use."""
+SCRAPED_BY = (b"authorization", b"accept", b"accept-encoding")
+"""The headers that may change what a scrape answers."""
 GRACE_S = 0.25
 """So long after a request's deadline the front still waits for what its replica says of that."""
 
@@ -74,6 +77,7 @@ class Front:
         self._fronts = begun(serve.get_deployment_handle(own.deployment, own.app_name))
         self._keys, self._open = Keys(config.server, config.fleet.fronts), open_paths(config.server)
         traces = tracing(config.server, time.monotonic_ns, place(SENDER, own_node()))
+        self._scrapes = Shared()
         self._default_ms = config.server.default_deadline_ms
         fleet = config.fleet
         self._attempts = Attempts(
@@ -130,14 +134,18 @@ class Front:
             wanted = fleet.min_replicas if fleet.max_replicas else fleet.replicas
             return readiness(found, wanted) if path == READY else best(found)
         if asked.method in ("GET", "HEAD") and path == "/metrics":
-            told, fronts = await asyncio.gather(self._replicas.metrics(asked), soon(self._fronts, "series"))
-            return metrics(told, fronts or [SERIES.text()])
+            alike = [value for name, value in asked.headers if name in SCRAPED_BY]
+            return await self._scrapes.answer((asked.method, *alike), partial(self._scrape, asked))
         if asked.method == "GET" and path == "/v1/models":
             found, about, last = await asyncio.gather(
                 self._replicas.answers(asked), self._replicas.about_soon(), self._last()
             )
             return models(best(found), about, last)
         return await self._ask_one(path, asked, arrival_s, tenant)
+
+    async def _scrape(self, asked: Asked) -> Answered:
+        told, fronts = await asyncio.gather(self._replicas.metrics(asked), soon(self._fronts, "series"))
+        return metrics(told, fronts or [SERIES.text()])
 
     async def _last(self) -> dict[str, Any] | None:
         """The last change of the fleet; None where the coordinator does not answer soon."""

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import asyncio
+import contextvars
+from collections.abc import Callable, Coroutine, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -20,6 +22,29 @@ from jgr.serving.fleet_api import ReplicaInfo
 
 NODE = "replica"
 """The label of each series: the replica that it is of."""
+
+
+class Shared:
+    """Answers that all get who ask alike while one is being made: a scrape reads every replica."""
+
+    def __init__(self) -> None:
+        self._making: dict[Hashable, asyncio.Task[Answered]] = {}
+
+    async def answer(self, alike: Hashable, make: Callable[[], Coroutine[Any, Any, Answered]]) -> Answered:
+        """The answer that is being made for who asks so, or else that of `make`. Raises what making it raises; a caller
+        who leaves ends nothing for the others."""
+        task = self._making.get(alike)
+        if task is None:
+            # In a context of its own: Ray takes all calls in the context of a request for that request's.
+            task = asyncio.create_task(make(), context=contextvars.Context())
+            self._making[alike] = task
+            task.add_done_callback(lambda done: self._made(alike, done))
+        return await asyncio.shield(task)
+
+    def _made(self, alike: Hashable, done: asyncio.Task[Answered]) -> None:
+        del self._making[alike]
+        if not done.cancelled():
+            done.exception()  # where all who waited have left, nobody is told of it
 
 
 class _Found:

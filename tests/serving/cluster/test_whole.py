@@ -20,7 +20,7 @@ from jgr.serving.api import ModelList
 from jgr.serving.cluster.relay import Answered, Asked, ask, read
 from jgr.serving.cluster.rollout import Rollout
 from jgr.serving.cluster.series import Series
-from jgr.serving.cluster.whole import best, erased, merged, metrics, models, readiness
+from jgr.serving.cluster.whole import Shared, best, erased, merged, metrics, models, readiness
 from jgr.serving.engine.metrics import CONTENT_TYPE
 from jgr.serving.errors import RequestError
 from jgr.serving.fleet_api import ReplicaInfo, ServedVersion
@@ -30,6 +30,37 @@ from jgr.serving.policies.bookings import Work
 from jgr.serving.versions.deployment import Deployment
 from jgr.serving.versions.served_models import Models
 from tests.serving.fakes import make_config, make_engine
+
+
+def test_who_asks_alike_meanwhile_shares_an_answer() -> None:
+    async def run() -> None:
+        shared, made, goes_on = Shared(), list[str](), asyncio.Event()
+
+        async def make(name: str) -> Answered:
+            made.append(name)
+            await goes_on.wait()
+            if name == "bad":
+                raise RequestError("unavailable", "none")
+            return Answered(200, [], name.encode())
+
+        def ask(alike: str, name: str) -> asyncio.Task[Answered]:
+            return asyncio.create_task(shared.answer(alike, lambda: make(name)))
+
+        leaves, first, second, other, bad = (
+            ask(*each) for each in (("a", "1"), ("a", "2"), ("a", "3"), ("b", "4"), ("c", "bad"))
+        )
+        while len(made) < 3:
+            await asyncio.sleep(0)
+        leaves.cancel()
+        goes_on.set()
+        assert [(await each).body for each in (first, second, other)] == [b"1", b"1", b"4"]
+        with pytest.raises(RequestError):
+            await bad
+        assert leaves.cancelled() or leaves.cancelling()
+        assert (await ask("a", "5")).body == b"5"  # nobody gets an old one
+        assert made == ["1", "4", "bad", "5"]
+
+    asyncio.run(run())
 
 
 def values(text: str) -> dict[tuple[str, ...], float]:
