@@ -11,6 +11,8 @@ be true, and nobody knows.
   starts processes, so does a text that is the name of a jgr command; the table of all commands (MAIN) is none of the
   others. A package that imports what is asked of it later (`jgr.Engine`) names it in a dictionary, of which only the
   names that are asked for count.
+- A field of the configuration counts where a file that is reached names it, outside the sections' own files (SECTIONS);
+  what refuses values there does not count, since what was measured was not refused.
 - What presents results (PRESENTS) is left out. Data, other packages and the machine are not code; a result names them.
 """
 
@@ -19,8 +21,9 @@ from __future__ import annotations
 import ast
 import functools
 import hashlib
+import re
 import subprocess
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,6 +32,11 @@ FOLDERS = ("jgr", "benchmarks", "configs", "tools")
 PRESENTS = ("benchmarks/pictures.py", "benchmarks/titles.py", "benchmarks/sources.py")
 COMMANDS = "jgr/cli"
 MAIN = f"{COMMANDS}/main.py"
+SECTIONS = ("jgr/config/", "jgr/config_", "jgr/config.py", "jgr/feedback.py")
+"""Where sections of the configuration stand, and stood."""
+SECTION = re.compile(r"\w+Config")
+"""The name of a class whose fields are a section of the configuration."""
+WORD = re.compile(r"[A-Za-z_]\w*")
 HEX = 16
 
 Files = Mapping[str, str]
@@ -38,12 +46,15 @@ Files = Mapping[str, str]
 class Parsed(NamedTuple):
     """imports: names that may be modules. texts: of the code's constants. pairs: of its dictionaries of texts.
 
-    digest: of what the code does.
+    words: the names that it uses, those within texts too. fields: the name of each field of a section, by a digest of
+    it. digest: of what the code does, its sections' fields and what refuses their values apart.
     """
 
     imports: frozenset[str]
     texts: frozenset[str]
     pairs: tuple[tuple[str, str], ...]
+    words: frozenset[str]
+    fields: tuple[tuple[str, str], ...]
     digest: str
 
 
@@ -71,11 +82,15 @@ def _told(part: object, into: list[str]) -> None:
 
 
 @functools.cache
-def parsed(text: str) -> Parsed:
-    """A file's text, taken apart. Raises SyntaxError."""
+def parsed(text: str, sections: bool = False) -> Parsed:
+    """A file's text, taken apart. sections: its classes may be sections of the configuration. Raises SyntaxError."""
     tree = ast.parse(text)
-    imports, texts, pairs = set(), set(), list[tuple[str, str]]()
+    fields = _without_fields(tree) if sections else ()
+    imports, texts, words, pairs = set(), set(), set(), list[tuple[str, str]]()
+    told = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}  # docstrings among them
     for node in ast.walk(tree):
+        if id(node) not in told:
+            words |= set(_words(node))
         if isinstance(node, ast.Import):
             imports |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -88,10 +103,43 @@ def parsed(text: str) -> Parsed:
             for key, value in zip(map(_text, node.keys), map(_text, node.values), strict=True):
                 if key is not None and value is not None:
                     pairs.append((key, value))
-    words: list[str] = []
-    _told(tree, words)
-    digest = hashlib.sha256("\n".join(words).encode()).hexdigest()
-    return Parsed(frozenset(imports), frozenset(texts), tuple(pairs), digest)
+    return Parsed(frozenset(imports), frozenset(texts), tuple(pairs), frozenset(words), fields, _digest(tree))
+
+
+def _digest(tree: ast.AST) -> str:
+    told: list[str] = []
+    _told(tree, told)
+    return hashlib.sha256("\n".join(told).encode()).hexdigest()
+
+
+def _words(node: ast.AST) -> Collection[str]:
+    """The names that a node uses by itself."""
+    if isinstance(node, ast.Attribute):
+        return (node.attr,)
+    if isinstance(node, ast.keyword):
+        return (node.arg,) if node.arg else ()
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return WORD.findall(node.value)
+    return ()
+
+
+def _without_fields(tree: ast.Module) -> tuple[tuple[str, str], ...]:
+    """Take the fields of the sections, and what refuses their values, out of a tree: each field's name, and a digest of
+    its class and of it."""
+    found = []
+    for section in tree.body:
+        if not (isinstance(section, ast.ClassDef) and SECTION.fullmatch(section.name)):
+            continue
+        kept: list[ast.stmt] = []
+        for part in section.body:
+            if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name):
+                found.append(
+                    (part.target.id, hashlib.sha256(f"{section.name} {_digest(part)}".encode()).hexdigest())
+                )
+            elif not (isinstance(part, ast.FunctionDef) and part.name == "__post_init__"):
+                kept.append(part)
+        section.body = kept
+    return tuple(found)
 
 
 def _text(node: ast.expr | None) -> str | None:
@@ -108,7 +156,7 @@ class Code:
         later = {
             f"{package}.{name}": self._modules[of]
             for package, path in packages.items()
-            for name, of in parsed(files[path]).pairs
+            for name, of in parsed(files[path], path.startswith(SECTIONS)).pairs
             if of in self._modules
         }
         self._named = {**later, **self._modules}
@@ -127,8 +175,15 @@ class Code:
         return combined(self.contents(path))
 
     def contents(self, path: str) -> dict[str, str]:
-        """What the file may run: the path of each file by its digest."""
-        return {parsed(self._files[found]).digest: found for found in sorted(self.reached(path))}
+        """What the file may run: the path of each file, and of each field that is named, by its digest."""
+        reached = {found: self._parsed(found) for found in sorted(self.reached(path))}
+        words = set[str]().union(*(each.words for at, each in reached.items() if not at.startswith(SECTIONS)))
+        files = {each.digest: at for at, each in reached.items()}
+        fields = {by: at for at, each in reached.items() for name, by in each.fields if name in words}
+        return files | fields
+
+    def _parsed(self, path: str) -> Parsed:
+        return parsed(self._files[path], path.startswith(SECTIONS))
 
     def _direct(self, paths: Iterable[str], seen: set[str]) -> list[str]:
         """The files that these name and that were not seen before; these are seen then."""
@@ -136,7 +191,7 @@ class Code:
         seen |= fresh
         named: set[str] = set()
         for path in fresh - set(PRESENTS):
-            found = parsed(self._files[path])
+            found = self._parsed(path)
             named |= {self._named[name] for name in found.imports if name in self._named}
             if path.endswith("__init__.py"):
                 continue
@@ -148,7 +203,7 @@ class Code:
     def _commands(self, seen: set[str]) -> list[str]:
         """The commands of jgr that benchmarks among the files name, where one of these starts processes."""
         paths = [path for path in seen - set(PRESENTS) if path.startswith("benchmarks/")]
-        mine = [parsed(self._files[path]) for path in paths]
+        mine = [self._parsed(path) for path in paths]
         if not any("subprocess" in found.imports for found in mine):
             return []
         named = {f"{COMMANDS}/{text}.py" for found in mine for text in found.texts}

@@ -79,6 +79,31 @@ def test_what_is_a_change(changed: dict[str, str | None]) -> None:
     assert digest(**changed) != digest()
 
 
+def test_a_field_of_the_configuration_counts_where_it_is_named() -> None:
+    section = (
+        "class ServerConfig:\n    port: int = 1\n    host: str = ''\n"
+        "    def __post_init__(self):\n        check(self.host)\n"
+    )
+    reads = "from jgr.config.serving import ServerConfig\nx = ServerConfig().port\n"
+
+    def of(section: str, reads: str = reads) -> str:
+        files = {**FILES, "jgr/config/serving.py": section, "jgr/engine.py": reads}
+        return Code(files).digest("benchmarks/speed.py")
+
+    other = section.replace("= ''", "= 'a'")
+    before = of(section)
+    assert of(other) == of(section + "    more: int = 0\n") == before
+    assert of(section.replace("self.host", "self.port")) == of(section, '"""The host."""\n' + reads) == before
+    assert of(section.replace("port: int = 1", "port: int = 2")) != before
+    assert of(section + "    def also(self):\n        pass\n") != before
+    for named in (
+        "y = replace(config, host='b')\n",
+        "y = override(config, 'server.host=b')\n",
+        "y = x.host\n",
+    ):
+        assert of(other, reads + named) != of(section, reads + named)
+
+
 def test_a_command_is_run_only_where_processes_are_started() -> None:
     quiet = {"benchmarks__served": FILES["benchmarks/served.py"].replace("import subprocess", "import os")}
     assert digest("benchmarks/served.py", jgr__cli__serve="x = 3\n") != digest("benchmarks/served.py")
