@@ -27,7 +27,6 @@ from typing import Any
 import numpy as np
 import pytest
 import urllib3
-from prometheus_client.parser import text_string_to_metric_families
 
 import jgr
 from jgr.catalog.catalog import load_catalog
@@ -35,6 +34,7 @@ from jgr.cli import top
 from jgr.models import manifest
 from jgr.placement.items import Items, Workers, expected_bytes, hash_items
 from jgr.traffic.view import View
+from tests.serving.cluster.live import KEY, Fleet
 from tests.serving.decoders.test_cached_server import make_config as make_ranker
 from tests.serving.fakes import PATIENCE_S
 from tests.serving.http.test_tracing import Collector, attributes
@@ -49,7 +49,7 @@ ROOT = Path(__file__).resolve().parents[3]
 IDS = [f"B{row:03}" for row in range(N_ITEMS)]
 HISTORIES = [np.random.default_rng(seed).choice(IDS, 2 + seed % 7).tolist() for seed in range(24)]
 CANDIDATES = ["i1", "i2", "i3"]
-KEY, SLOW = "key-of-the-tests", "key-with-a-rate."
+SLOW = "key-with-a-rate."
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 BURST = 2
 """Requests that the second key may make at once, of each front."""
@@ -60,51 +60,6 @@ TOKEN_BYTES = 512
 FEW = ("profiles.batch=4", "profiles.tokens=32", "rank.requests=4")
 """Few programs, since every process compiles its own."""
 FETCHING = ("fleet.fetched_mb=1", "fleet.fetch=always", "fleet.fetch_ms=60000")
-
-
-@dataclass
-class Fleet:
-    """A fleet that runs. folder: of its model, which a reload reads again. temporary: Ray's. collector: of its
-    traces."""
-
-    url: str
-    folder: Path
-    process: subprocess.Popen[str]
-    temporary: Path
-    collector: Collector
-
-    def client(self, **options: Any) -> jgr.Client:
-        return jgr.Client(self.url, KEY, timeout_s=PATIENCE_S, **options)
-
-    def series(self, name: str, text: str = "") -> dict[tuple[str, ...], float]:
-        """The values of a series, by its labels' values. text: of /metrics; "": it is asked for."""
-        text = text or self.get("/metrics").decode()
-        return {
-            tuple(value for _, value in sorted(sample.labels.items())): sample.value
-            for family in text_string_to_metric_families(text)
-            for sample in family.samples
-            if sample.name == name
-        }
-
-    def catalogs(self) -> set[str]:
-        """The versions of the tiny model's catalog that the replicas serve."""
-        return {labels[-1] for labels in self.series("jgr_catalog_info") if "tiny" in labels}
-
-    def get(self, path: str) -> bytes:
-        status, body = self.ask("GET", path)
-        assert status == 200, body
-        return body
-
-    def ask(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, bytes]:
-        answer = urllib3.request(
-            method,
-            self.url + path,
-            body=body if body is None or isinstance(body, bytes) else json.dumps(body),
-            headers={"authorization": f"Bearer {KEY}", **headers},
-            timeout=PATIENCE_S,
-            retries=False,
-        )
-        return answer.status, answer.data
 
 
 def write_keys(path: Path, *more: Mapping[str, str]) -> None:
@@ -227,17 +182,6 @@ def test_an_erasure_reaches_the_replica_that_has_the_user(fleet: Fleet) -> None:
     assert json.loads(fleet.ask("DELETE", "/v1/users/gone/cache")[1]) == {"entries": 0}
 
 
-def raw(fleet: Fleet, asked: bytes) -> bytes:
-    """The head of the answer to these bytes."""
-    host, port = fleet.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), PATIENCE_S) as connection:
-        connection.sendall(asked)
-        answer = b""
-        while b"\r\n\r\n" not in answer and (more := connection.recv(65536)):
-            answer += more
-    return answer
-
-
 def test_refusals_are_those_of_a_server(fleet: Fleet) -> None:
     status, body = fleet.ask(
         "POST", "/v1/recommend", {"history": ["B000"], "topk": 1}, **{"X-Request-Id": "mine"}
@@ -260,7 +204,7 @@ def test_of_who_may_not_ask_no_body_is_read(fleet: Fleet) -> None:
     ]
     for path, key, status in (*asked, ("/v1/catalogs", KEY, 403), ("/v1/models/tiny/reload", KEY, 403)):
         head = f"POST {path} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\ncontent-length: 1000000\r\n\r\n"
-        told = raw(fleet, f"{head}{{".encode())
+        told = fleet.head_of(f"{head}{{".encode())
         assert told.startswith(b"HTTP/1.1 %d " % status), path
         assert (b"www-authenticate: Bearer" in told) == (status == 401)
 
@@ -276,7 +220,7 @@ def test_a_websocket_is_refused_and_ends_nothing(fleet: Fleet) -> None:
     for _ in range(8):  # both fronts get some
         assert fleet.ask("GET", "/v1/recommend", **asked)[0] == 403
     with fleet.client() as client:
-        client.recommend(HISTORIES)
+        client.recommend(HISTORIES, top_k=5)
     assert set(fleet.series("jgr_fleet_decision_seconds_count")) == set(before), "the fronts are the same"
 
 

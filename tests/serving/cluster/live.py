@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A fleet that runs, as its clients meet it."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import urllib3
+from prometheus_client.parser import text_string_to_metric_families
+
+import jgr
+from tests.serving.fakes import PATIENCE_S
+from tests.serving.http.test_tracing import Collector
+
+KEY = "key-of-the-tests"
+
+
+@dataclass
+class Fleet:
+    """A fleet that runs. folder: of its model, which a reload reads again. temporary: Ray's. collector: of its
+    traces."""
+
+    url: str
+    folder: Path
+    process: subprocess.Popen[str]
+    temporary: Path
+    collector: Collector
+
+    def client(self, **options: Any) -> jgr.Client:
+        return jgr.Client(self.url, KEY, timeout_s=PATIENCE_S, **options)
+
+    def series(self, name: str, text: str = "") -> dict[tuple[str, ...], float]:
+        """The values of a series, by its labels' values. text: of /metrics; "": it is asked for."""
+        text = text or self.get("/metrics").decode()
+        return {
+            tuple(value for _, value in sorted(sample.labels.items())): sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if sample.name == name
+        }
+
+    def catalogs(self) -> set[str]:
+        """The versions of the tiny model's catalog that the replicas serve."""
+        return {labels[-1] for labels in self.series("jgr_catalog_info") if "tiny" in labels}
+
+    def get(self, path: str) -> bytes:
+        status, body = self.ask("GET", path)
+        assert status == 200, body
+        return body
+
+    def ask(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, bytes]:
+        answer = urllib3.request(
+            method,
+            self.url + path,
+            body=body if body is None or isinstance(body, bytes) else json.dumps(body),
+            headers={"authorization": f"Bearer {KEY}", **headers},
+            timeout=PATIENCE_S,
+            retries=False,
+        )
+        return answer.status, answer.data
+
+    def head_of(self, asked: bytes) -> bytes:
+        """The head of the answer to these bytes."""
+        host, port = self.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), PATIENCE_S) as connection:
+            connection.sendall(asked)
+            answer = b""
+            while b"\r\n\r\n" not in answer and (more := connection.recv(65536)):
+                answer += more
+        return answer
