@@ -3,8 +3,9 @@
 
 A test marked `data("folder")` reads a dataset, one marked `gpu` a GPU, and one marked `prometheus`, `chromium`, `zsh`
 or `fish` runs that program of Debian's, one marked `ray` or `nixl` runs that package, one marked `gpu_compiler` Triton,
-and one marked `native` the library of kernels for CPUs, which takes a C++ compiler. Where that is missing they are
-deselected, not skipped, and the summary says how many ran: an absent check must not look like a passed one.
+one marked `namespaces` has two nodes on this machine, which takes root's rights, and one marked `native` the library of
+kernels for CPUs, which takes a C++ compiler. Where that is missing they are deselected, not skipped, and the summary
+says how many ran: an absent check must not look like a passed one.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import shutil
 import sys
 import tempfile
 from collections import Counter
@@ -57,6 +59,16 @@ _NATIVE = (
     Path(__file__).resolve().parents[1] / "build" / f"native-{Path(sys.prefix).name}"
 )  # as tests/native.py
 _GPU_COMPILER = Path(__file__).resolve().parents[1] / "build" / f"gpu-compile-{Path(sys.prefix).name}"
+_CAP_SYS_ADMIN = 1 << 21
+
+
+def _may_make_namespaces() -> bool:
+    """Whether this process may make network namespaces: as Linux's list of its capabilities has it."""
+    status = Path("/proc/self/status")
+    lines = status.read_text().splitlines() if status.exists() else []
+    return any(int(line.split()[1], 16) & _CAP_SYS_ADMIN for line in lines if line.startswith("CapEff:"))
+
+
 _PROGRAMS = {
     "prometheus": PROMETHEUS,
     "chromium": CHROMIUM,
@@ -65,10 +77,12 @@ _PROGRAMS = {
     "ray": _RAY,
     "nixl": getattr(find_spec("nixl_cu12"), "origin", ""),
     "gpu_compiler": str(_GPU_COMPILER) if (_GPU_COMPILER / "triton").is_dir() else "",
+    "namespaces": (shutil.which("ip") or "") if _may_make_namespaces() else "",
     "native": str(_NATIVE) if (_NATIVE / "jgr_native").is_dir() else "",
 }
 """What tests are marked with, Debian's programs by the packages' names: where they are, "" where they are not."""
 _GET = {
+    "namespaces": "root's rights, and apt-get install iproute2",
     "ray": "pip install 'jgr[cluster]'",
     "nixl": "pip install --no-deps nixl-cu12",
     "gpu_compiler": "make installed",

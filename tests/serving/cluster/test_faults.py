@@ -9,9 +9,7 @@ file's tests go on from one to the next.
 
 from __future__ import annotations
 
-import os
 import random
-import subprocess
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -131,7 +129,6 @@ def test_without_the_feature_store_every_request_is_answered(
 @pytest.fixture(scope="module")
 def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Nodes, Fleet, NodeFaults, Reference]]:
     """A replica, a front and a proxy on each of two nodes; clients know both proxies."""
-    require_namespaces()
     with tempfile.TemporaryDirectory(prefix="n", dir="/tmp") as path:
         own = Models(Path(path))
         with Nodes(own, Path(path)) as nodes, nodes.fleet("fleet.fronts=2") as fleet:
@@ -140,18 +137,7 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Nodes, Fle
             engines.close()
 
 
-def require_namespaces() -> None:
-    """Skip where this machine cannot have two nodes."""
-    name = f"jgrt{os.getpid()}"
-    try:
-        made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, check=False)
-    except FileNotFoundError as error:
-        pytest.skip(f"two nodes need network namespaces: {error}")
-    if made.returncode:
-        pytest.skip(f"two nodes need network namespaces, of root: {made.stderr.strip()}")
-    subprocess.run(["ip", "netns", "delete", name], check=True)
-
-
+@pytest.mark.namespaces
 @pytest.mark.parametrize(
     "fault",
     [
@@ -174,6 +160,7 @@ def test_nothing_is_lost_between_two_nodes(
     assert set(fleet.served().values()) == before and len(fleet.served()) == fleet.replicas
 
 
+@pytest.mark.namespaces
 def test_a_reload_that_meets_a_bad_node_goes_back(
     nodes: tuple[Nodes, Fleet, NodeFaults, Reference],
 ) -> None:
