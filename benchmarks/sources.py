@@ -13,7 +13,8 @@ be true, and nobody knows.
   names that are asked for count.
 - A field of the configuration counts where a file that is reached names it, outside the sections' own files (SECTIONS);
   what refuses values there does not count, since what was measured was not refused.
-- What presents results (PRESENTS) is left out. Data, other packages and the machine are not code; a result names them.
+- What presents results (PRESENTS) is left out, and what puts the machine into words (DESCRIBES). Data, other packages
+  and the machine are not code; a result names them.
 """
 
 from __future__ import annotations
@@ -29,7 +30,14 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("jgr", "benchmarks", "configs", "tools")
-PRESENTS = ("benchmarks/pictures.py", "benchmarks/titles.py", "benchmarks/sources.py")
+PRESENTS = (
+    "benchmarks/pictures.py",
+    "benchmarks/titles.py",
+    "benchmarks/sources.py",
+    "jgr/evaluation/processor.py",
+)
+DESCRIBES = {"jgr/evaluation/machine.py": "machine"}
+"""The function of a file that puts the machine into words."""
 COMMANDS = "jgr/cli"
 MAIN = f"{COMMANDS}/main.py"
 SECTIONS = ("jgr/config/", "jgr/config_", "jgr/config.py", "jgr/feedback.py")
@@ -82,9 +90,13 @@ def _told(part: object, into: list[str]) -> None:
 
 
 @functools.cache
-def parsed(text: str, sections: bool = False) -> Parsed:
-    """A file's text, taken apart. sections: its classes may be sections of the configuration. Raises SyntaxError."""
+def parsed(text: str, sections: bool = False, without: str | None = None) -> Parsed:
+    """A file's text, taken apart. sections: its classes may be sections of the configuration. without: the name of a
+    function that is left out. Raises SyntaxError."""
     tree = ast.parse(text)
+    tree.body = [
+        part for part in tree.body if not (isinstance(part, ast.FunctionDef) and part.name == without)
+    ]
     fields = _without_fields(tree) if sections else ()
     imports, texts, words, pairs = set(), set(), set(), list[tuple[str, str]]()
     told = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}  # docstrings among them
@@ -183,7 +195,7 @@ class Code:
         return files | fields
 
     def _parsed(self, path: str) -> Parsed:
-        return parsed(self._files[path], path.startswith(SECTIONS))
+        return parsed(self._files[path], path.startswith(SECTIONS), DESCRIBES.get(path))
 
     def _direct(self, paths: Iterable[str], seen: set[str]) -> list[str]:
         """The files that these name and that were not seen before; these are seen then."""

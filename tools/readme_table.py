@@ -113,9 +113,8 @@ def table(results: Sequence[Result], only: Sequence[str] | None = None) -> str:
     rows = [("what was measured", "measured", "better", "target", "machine, commit", "command")]
     for result in results:
         machine, measured_commit = result["machine"], result["measured_commit"]
-        where = f"{machine['cpu']}, {machine['cores']} cores, " + (
-            measured_commit[:8] if measured_commit else "not committed"
-        )
+        named = (machine["cpu"], machine.get("instructions"), f"{machine['cores']} cores")
+        where = ", ".join(filter(None, (*named, measured_commit[:8] if measured_commit else "not committed")))
         where += f", {STALE}" if stale(result) else ""
         for claim in result["claims"]:
             if (claim["target"] == 0 and claim["holds"]) or (only is not None and claim["id"] not in only):

@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jgr.evaluation.processor import processor
+
 MAX_OTHERS_CORES = 0.1
 """How many cores other processes may keep busy while we time."""
 _SAMPLE_S = 1.0
@@ -115,18 +117,17 @@ class Quiet:
 
 
 def machine() -> dict[str, Any]:
-    """The machine in words, without its name: cpu, cores, memory_gib, os."""
-    models: list[str] = []
+    """The machine in words, without its name: cpu, instructions (its widest vectors), cores, memory_gib, os."""
+    cpuinfo = ""
     with contextlib.suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+        cpuinfo = Path("/proc/cpuinfo").read_text()
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         system = platform.freedesktop_os_release().get("PRETTY_NAME", "unknown distribution")
     except OSError:
         system = "unknown distribution"
     return {
-        "cpu": models[0] if models else platform.machine(),
+        **processor(cpuinfo)._asdict(),
         "cores": os.cpu_count(),
         "memory_gib": round(memory_bytes / 2**30),
         "os": f"{system}, {platform.system()} {'.'.join(platform.release().split('.')[:2])}",

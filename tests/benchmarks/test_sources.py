@@ -104,6 +104,19 @@ def test_a_field_of_the_configuration_counts_where_it_is_named() -> None:
         assert of(other, reads + named) != of(section, reads + named)
 
 
+def test_what_puts_the_machine_into_words_does_not_count() -> None:
+    path = "jgr/evaluation/machine.py"
+    machine = "def machine():\n    return 1\n"
+
+    def of(text: str) -> str:
+        return Code({"benchmarks/speed.py": "import jgr.evaluation.machine\n", path: text}).digest(
+            "benchmarks/speed.py"
+        )
+
+    assert of(machine) == of("def machine():\n    return 2\n") == of("")
+    assert of(machine) != of(machine + "def is_quiet():\n    return True\n")
+
+
 def test_a_command_is_run_only_where_processes_are_started() -> None:
     quiet = {"benchmarks__served": FILES["benchmarks/served.py"].replace("import subprocess", "import os")}
     assert digest("benchmarks/served.py", jgr__cli__serve="x = 3\n") != digest("benchmarks/served.py")

@@ -97,6 +97,6 @@ def test_timing_is_refused_once_too_much_was_lost() -> None:
 
 def test_machine_is_described_without_its_name() -> None:
     described = machine()
-    assert described.keys() == {"cpu", "cores", "memory_gib", "os"}
+    assert described.keys() == {"cpu", "instructions", "cores", "memory_gib", "os"}
     assert described["cores"] >= 1
     assert described["memory_gib"] >= 1
