@@ -50,9 +50,8 @@ class Both:
         self.planned.append((self.pool.epoch, move, cells))
 
     def fill(self, cells: Cells, on_host: Sequence[int], value: int) -> None:
-        values = np.full((len(on_host), cells.words), value, np.uint32) + np.arange(
-            cells.words, dtype=np.uint32
-        )
+        values: Words = np.arange(len(on_host) * cells.words, dtype=np.uint32).reshape(-1, cells.words)
+        values += np.uint32(value)
         self.tier.fill(tuple(on_host), values, cells)
         self.planned.append((self.pool.epoch, (tuple(on_host), values), cells))
 
@@ -229,12 +228,13 @@ def test_no_program_is_compiled_after_the_warm_up_however_many_cells_are_moved()
     pool = DevicePool(DEVICE_PAGES * 2, PAGE_BYTES)
     tier = HostTier(pool, DEVICE_PAGES * 2)
     tier.warm_up(cells)
-    before = host._read._cache_size(), host._write._cache_size()
+    programs: tuple[Any, ...] = (host._read, host._write)
+    before = [program._cache_size() for program in programs]
     for count in (1, 7, 8, 9, 32, 33, 128, 140, 160):
         some = tuple(range(count))
         for direction in ("to_host", "to_device"):
             tier.plan([Move(direction, "m", some, some)], cells, 0)
             tier.catch_up()
         assert len(read_cells(pool, some, cells, 0)) == count
-    assert (host._read._cache_size(), host._write._cache_size()) == before
+    assert [program._cache_size() for program in programs] == before
     assert len(read_cells(pool, (), cells, 0)) == 0
