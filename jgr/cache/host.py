@@ -37,8 +37,9 @@ from jgr.models.devices import Devices
 from jgr.models.words import Cells
 
 Int32 = npt.NDArray[np.int32]
-MOVED_BYTES, MOVED_CELLS = 16 << 20, (8, 32, 128)
-"""The most bytes that one program moves, and the numbers of cells that programs are compiled for."""
+MOVED_BYTES, MOVED_CELLS = 16 << 20, (16, 128)
+"""The most bytes that one program moves, and the numbers of cells that programs are compiled for: a few, for each of
+them costs start time and memory."""
 
 
 class _Fill(NamedTuple):
