@@ -142,6 +142,7 @@ class HostTier:
 
     def _wait(self, host: Int32, cells: Cells) -> None:
         """Until no copy to these cells is still to be made."""
+        self._end_copies()
         for copied, size, kept in self._copying:
             if size == cells:
                 shared = np.isin(kept, host)
@@ -150,11 +151,15 @@ class HostTier:
             if shared.any():
                 copied.result()
 
-    def _to_host(self, moves: _Joined, cells: Cells, epoch: int) -> None:
+    def _end_copies(self) -> None:
+        """Forget the copies that were made. Raises what one of them raised."""
         ended = [copied for copied, _, _ in self._copying if copied.done()]
         self._copying = [copy for copy in self._copying if copy[0] not in ended]
         for copied in ended:
             copied.result()
+
+    def _to_host(self, moves: _Joined, cells: Cells, epoch: int) -> None:
+        self._end_copies()
         for numbers, host in _portions(moves.source, moves.into, cells):
             self._out(numbers, host, cells, epoch)
 
