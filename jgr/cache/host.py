@@ -5,6 +5,10 @@ The one idea: moves are made in the order in which they were planned, and before
 them, whichever model and thread it belongs to. `plan` is called as soon as a policy has planned; `catch_up` by every
 thread that is about to dispatch. A move that is made early harms nobody, since it touches only what no plan uses.
 
+Moves that follow each other are made as one where that is the same: those of one direction, size of cells and epoch.
+None of them reads what another one writes, and of two that write one cell the later one counts. A request may need tens
+of small items, and what a program costs beside its bytes is then most of it.
+
 Cells of the host may also be filled with bytes from elsewhere (`fill`): in its turn among the moves, since an earlier
 one may still be about to read what stood there.
 
@@ -19,7 +23,7 @@ import threading
 from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -32,8 +36,10 @@ from jgr.models import words
 from jgr.models.devices import Devices
 from jgr.models.words import Cells
 
-MOVED_BYTES, MOVED_CELLS = 16 << 20, 128
-"""The most bytes, and the most cells, that one program moves."""
+Int32 = npt.NDArray[np.int32]
+MOVED_BYTES, MOVED_CELLS = 16 << 20, (16, 128)
+"""The most bytes that one program moves, and the numbers of cells that programs are compiled for: a few, for each of
+them costs start time and memory."""
 
 
 class _Fill(NamedTuple):
@@ -41,6 +47,14 @@ class _Fill(NamedTuple):
 
     host: tuple[int, ...]
     values: npt.NDArray[np.uint32]
+
+
+class _Joined(NamedTuple):
+    """Moves that are made as one: from the n-th cell of `source` to the n-th of `into`, all of `into` different."""
+
+    direction: Literal["to_host", "to_device"]
+    source: Int32
+    into: Int32
 
 
 class HostTier:
@@ -59,7 +73,7 @@ class HostTier:
         self._array = np.zeros((pages + beyond, page_bytes // words.WORD), np.uint32)
         self._staging = _pinned(pool)
         self._copies = ThreadPoolExecutor(1, "jgr-host-tier")
-        self._copying: list[tuple[Future[None], Cells, npt.NDArray[np.int32]]] = []
+        self._copying: list[tuple[Future[None], Cells, Int32]] = []
         self._planned: deque[tuple[int, Move | _Fill, Cells]] = deque()
         self._lock = threading.Lock()  # held by the thread that catches up
 
@@ -83,8 +97,10 @@ class HostTier:
 
     def warm_up(self, cells: Cells) -> None:
         """Compile the moves of cells of this size."""
-        for direction in (self._to_host, self._to_device):
-            direction((), (), cells, self._pool.epoch)
+        none = np.zeros(0, np.int32)
+        for size in _sizes(cells):
+            for direction in (self._out, self._back):
+                direction(np.zeros(size, np.int32), none, cells, self._pool.epoch)
 
     def catch_up(self) -> None:
         """Make every planned move. Raises what a copy raised; the pool is empty then."""
@@ -92,51 +108,86 @@ class HostTier:
             epoch = self._pool.epoch
             try:
                 while self._planned:
-                    epoch, move, cells = self._planned.popleft()
-                    if isinstance(move, _Fill):
-                        self._fill(move, cells)
+                    epoch, what, cells = self._next()
+                    if isinstance(what, _Fill):
+                        self._fill(what, cells)
                     elif epoch == self._pool.epoch:  # else it is of what was lost
-                        direction = self._to_host if move.direction == "to_host" else self._to_device
-                        direction(move.device, move.host, cells, epoch)
+                        direction = self._to_host if what.direction == "to_host" else self._to_device
+                        direction(what, cells, epoch)
             except Exception as error:
                 self._copying.clear()
                 self._pool.lose(epoch, error)
                 raise
 
+    def _next(self) -> tuple[int, _Joined | _Fill, Cells]:
+        """What is to be done next, taken from what is planned: with a move all those behind it that can join it."""
+        epoch, first, cells = self._planned.popleft()
+        if isinstance(first, _Fill):
+            return epoch, first, cells
+        source_of = _pairs(first)
+        while self._planned:
+            later, move, size = self._planned[0]
+            if isinstance(move, _Fill) or (later, move.direction, size) != (epoch, first.direction, cells):
+                break
+            source_of.update(_pairs(move))
+            self._planned.popleft()
+        count = len(source_of)
+        into, source = (np.fromiter(of, np.int32, count) for of in (source_of.keys(), source_of.values()))
+        return epoch, _Joined(first.direction, source, into), cells
+
     def _fill(self, fill: _Fill, cells: Cells) -> None:
         numbers = np.array(fill.host, np.int32)
-        for copied, size, kept in self._copying:  # of an entry that has left already
-            if size == cells and np.isin(kept, numbers).any():
-                copied.result()
+        self._wait(numbers, cells)  # for copies of an entry that has left already
         self._view(cells)[numbers // cells.per_page, numbers % cells.per_page] = fill.values
 
-    def _to_host(self, device: tuple[int, ...], host: tuple[int, ...], cells: Cells, epoch: int) -> None:
+    def _wait(self, host: Int32, cells: Cells) -> None:
+        """Until no copy to these cells is still to be made."""
+        self._end_copies()
+        for copied, size, kept in self._copying:
+            if size == cells:
+                shared = np.isin(kept, host)
+            else:
+                shared = np.isin(kept // size.per_page, host // cells.per_page)
+            if shared.any():
+                copied.result()
+
+    def _end_copies(self) -> None:
+        """Forget the copies that were made. Raises what one of them raised."""
         ended = [copied for copied, _, _ in self._copying if copied.done()]
         self._copying = [copy for copy in self._copying if copy[0] not in ended]
         for copied in ended:
             copied.result()
-        for numbers, some in _portions(device, host, cells):
-            read = functools.partial(_read, numbers=numbers, cells=cells, devices=self._devices)
-            found = self._pool.read(read, epoch)
-            found = jax.device_put(found, self._staging)  # by the device itself, in its turn
-            self._copying.append((self._copies.submit(self._keep, found, some, cells), cells, some))
 
-    def _keep(self, found: jax.Array, host: npt.NDArray[np.int32], cells: Cells) -> None:
+    def _to_host(self, moves: _Joined, cells: Cells, epoch: int) -> None:
+        self._end_copies()
+        for numbers, host in _portions(moves.source, moves.into, cells):
+            self._out(numbers, host, cells, epoch)
+
+    def _out(self, numbers: Int32, host: Int32, cells: Cells, epoch: int) -> None:
+        """Copy cells of the pool, by one program; of those the first ones go to the host's cells, in their order."""
+        read = functools.partial(_read, numbers=numbers, cells=cells, devices=self._devices)
+        found = self._pool.read(read, epoch)
+        found = jax.device_put(found, self._staging)  # by the device itself, in its turn
+        self._copying.append((self._copies.submit(self._keep, found, host, cells), cells, host))
+
+    def _keep(self, found: jax.Array, host: Int32, cells: Cells) -> None:
         at = host // cells.per_page, host % cells.per_page
         self._view(cells)[at] = np.asarray(found)[: len(host)]
 
-    def _to_device(self, device: tuple[int, ...], host: tuple[int, ...], cells: Cells, epoch: int) -> None:
-        # Copies are made one after the other, so those of other cells that had these pages before have ended too.
-        for copied, size, kept in self._copying:
-            if size == cells and np.isin(kept, host).any():
-                copied.result()
-        for numbers, some in _portions(device, host, cells):
-            values = np.zeros((len(numbers), self._devices.count * cells.words), np.uint32)
-            values[: len(some)] = self._view(cells)[some // cells.per_page, some % cells.per_page]
-            sent = jax.device_put(jax.device_put(values, self._staging), self._pool.sharding)
-            at = _beyond(numbers, len(some))
-            write = functools.partial(_write, numbers=at, values=sent, cells=cells, devices=self._devices)
-            self._pool.write(write, epoch)
+    def _to_device(self, moves: _Joined, cells: Cells, epoch: int) -> None:
+        self._wait(moves.source, cells)
+        for numbers, host in _portions(moves.into, moves.source, cells):
+            self._back(numbers, host, cells, epoch)
+
+    def _back(self, numbers: Int32, host: Int32, cells: Cells, epoch: int) -> None:
+        """Copy the host's cells to the first ones of these cells of the pool, by one program."""
+        at = np.zeros(len(numbers), np.int32)  # what is beyond those asked for is read and goes nowhere
+        at[: len(host)] = host
+        values = self._view(cells)[at // cells.per_page, at % cells.per_page]
+        sent = jax.device_put(jax.device_put(values, self._staging), self._pool.sharding)
+        into = _beyond(numbers, len(host))
+        write = functools.partial(_write, numbers=into, values=sent, cells=cells, devices=self._devices)
+        self._pool.write(write, epoch)
 
     def _view(self, cells: Cells) -> npt.NDArray[np.uint32]:
         """The host's array as cells, [pages, cells of a page, words of a cell]."""
@@ -153,11 +204,12 @@ def read_cells(pool: DevicePool, device: tuple[int, ...], cells: Cells, epoch: i
     PoolLost where the pool is not of this epoch any more.
     """
     read = functools.partial(_read, cells=cells, devices=pool.devices)
+    every = np.array(device, np.int32)
     found = [
         np.asarray(pool.read(functools.partial(read, numbers=numbers), epoch))[: len(some)]
-        for numbers, some in _portions(device, device, cells)
+        for numbers, some in _portions(every, every, cells)
     ]
-    return np.concatenate(found)
+    return np.concatenate(found) if found else np.zeros((0, pool.devices.count * cells.words), np.uint32)
 
 
 @functools.partial(jax.jit, static_argnames=("cells", "devices"))
@@ -183,19 +235,30 @@ def _write(
     return devices.on_each(write, (array, numbers, values), divided=(True, False, True))
 
 
-def _portions(
-    device: tuple[int, ...], host: tuple[int, ...], cells: Cells
-) -> Iterable[tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]]:
-    """The cells of a move in parts of one size, zeros at the end; at least one part, of no cell of the host's."""
-    size = max(1, min(MOVED_CELLS, MOVED_BYTES // (cells.words * words.WORD)))
-    for at in range(0, max(len(device), 1), size):
-        numbers = np.zeros(size, np.int32)
-        some = np.array(host[at : at + size], np.int32)
-        numbers[: len(some)] = device[at : at + size]
+def _pairs(move: Move) -> dict[int, int]:
+    """For each cell that a move writes the one that it reads."""
+    if move.direction == "to_host":
+        return dict(zip(move.host, move.device, strict=True))
+    return dict(zip(move.device, move.host, strict=True))
+
+
+def _sizes(cells: Cells) -> list[int]:
+    """The numbers of cells that programs move, the smallest first."""
+    most = max(1, MOVED_BYTES // (cells.words * words.WORD))
+    return sorted({min(size, most) for size in MOVED_CELLS})
+
+
+def _portions(device: Int32, host: Int32, cells: Cells) -> Iterable[tuple[Int32, Int32]]:
+    """The cells of a move in parts: the device's, with zeros at the end up to one of the sizes, and the host's."""
+    sizes = _sizes(cells)
+    for at in range(0, len(device), sizes[-1]):
+        some = host[at : at + sizes[-1]]
+        numbers = np.zeros(next(size for size in sizes if size >= len(some)), np.int32)
+        numbers[: len(some)] = device[at : at + sizes[-1]]
         yield numbers, some
 
 
-def _beyond(numbers: npt.NDArray[np.int32], count: int) -> npt.NDArray[np.int32]:
+def _beyond(numbers: Int32, count: int) -> Int32:
     """The first `count` of the numbers; in the place of the others one that no pool has."""
     return np.where(np.arange(len(numbers)) < count, numbers, np.iinfo(np.int32).max).astype(np.int32)
 
