@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from jgr.config import UserError
+from jgr.config import ConfigError, UserError
 from jgr.models import manifest
 from jgr.serving.cluster.hints import Hint
 from jgr.serving.cluster.record import Record, States, latest
@@ -94,9 +94,9 @@ class Fleet:
             await replica.end()
 
 
-def run(folder: Path, scenario: Callable[[Fleet], Awaitable[None]]) -> None:
+def run(folder: Path, scenario: Callable[[Fleet], Awaitable[object]], *settings: str) -> None:
     async def all_of_it() -> None:
-        fleet = Fleet(Source((str(folder),), assignments=SETTINGS))
+        fleet = Fleet(Source((str(folder),), assignments=(*SETTINGS, *settings)))
         try:
             await scenario(fleet)
         finally:
@@ -177,6 +177,26 @@ def test_where_the_folder_holds_something_else_by_now_a_replica_does_not_start(f
         assert await fleet.versions("a") == await fleet.versions("b")
 
     run(folder, scenario)
+
+
+def test_a_replica_whose_journal_cannot_be_written_by_now_starts_without(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    journals = folder.parent / "journals"
+    journals.mkdir()
+
+    async def scenario(fleet: Fleet) -> None:
+        await fleet.start("a")
+        journals.rename(folder.parent / "elsewhere")
+        late = await fleet.start("b")
+        assert await fleet.versions("a") == await fleet.versions("b")
+        assert "this replica keeps no journal" in caplog.text
+        (deployment,) = late.models.deployments
+        assert deployment.engine.status == "ready"
+
+    run(folder, scenario, f"server.journal={journals}/j.jsonl")
+    with pytest.raises(ConfigError, match=r"server\.journal: .*/j\.a\.jsonl: No such file or directory"):
+        run(folder, lambda fleet: fleet.start("a"), f"server.journal={folder.parent}/nowhere/j.jsonl")
 
 
 def test_a_replica_that_starts_while_a_change_goes_on_gets_it_too(folder: Path) -> None:
