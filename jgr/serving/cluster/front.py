@@ -30,7 +30,7 @@ from jgr.serving.cluster.relay import Answered, Asked, head, read, reply
 from jgr.serving.cluster.replicas import Replicas, begun, soon
 from jgr.serving.cluster.router import SERIES
 from jgr.serving.cluster.sending import Sending
-from jgr.serving.cluster.whole import Shared, best, erased, metrics, models, readiness
+from jgr.serving.cluster.whole import Shared, best, erased, metrics, models, readiness, scraped_by
 from jgr.serving.engine.tracing import tracing
 from jgr.serving.errors import STATUS, RequestError
 from jgr.serving.http.cold import ADMIN_PATHS, UPLOAD_PATH
@@ -46,8 +46,6 @@ HEALTH_S = 0.5
 """So long all replicas have to say how they are: who asks may wait for a second alone, such as Kubernetes."""
 NOT_SPOKEN = 1003
 """The code of a websocket that is closed since its data are of no use."""
-SCRAPED_BY = (b"authorization", b"accept", b"accept-encoding")
-"""The headers that may change what a scrape answers."""
 GRACE_S = 0.25
 """So long after a request's deadline the front still waits for what its replica says of that."""
 
@@ -134,8 +132,7 @@ class Front:
             wanted = fleet.min_replicas if fleet.max_replicas else fleet.replicas
             return readiness(found, wanted) if path == READY else best(found)
         if asked.method in ("GET", "HEAD") and path == "/metrics":
-            alike = [value for name, value in asked.headers if name in SCRAPED_BY]
-            return await self._scrapes.answer((asked.method, *alike), partial(self._scrape, asked))
+            return await self._scrapes.answer(scraped_by(asked), partial(self._scrape, asked))
         if asked.method == "GET" and path == "/v1/models":
             found, about, last = await asyncio.gather(
                 self._replicas.answers(asked), self._replicas.about_soon(), self._last()

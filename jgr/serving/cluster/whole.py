@@ -14,13 +14,15 @@ from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from jgr.serving.api import Erased, Health, ModelList
-from jgr.serving.cluster.relay import Answered, Headers
+from jgr.serving.cluster.relay import Answered, Asked, Headers
 from jgr.serving.engine.metrics import CONTENT_TYPE
 from jgr.serving.errors import RequestError
 from jgr.serving.fleet_api import ReplicaInfo, Rollout
 
 NODE = "replica"
 """The label of each series: the replica that it is of."""
+SCRAPED_BY = (b"authorization", b"accept", b"accept-encoding")
+"""The headers that may change what a scrape answers."""
 
 
 class Shared:
@@ -44,6 +46,12 @@ class Shared:
         del self._making[alike]
         if not done.cancelled():
             done.exception()  # where all who waited have left, nobody is told of it
+
+
+def scraped_by(asked: Asked) -> Hashable:
+    """What scrapes that are answered alike have in common: names of headers with their values, or a value of one would
+    count as another's."""
+    return asked.method, *(header for header in asked.headers if header[0] in SCRAPED_BY)
 
 
 class _Found:

@@ -19,7 +19,7 @@ from jgr.config import FleetConfig
 from jgr.serving.api import ModelList
 from jgr.serving.cluster.relay import Answered, Asked, ask, read
 from jgr.serving.cluster.series import Series
-from jgr.serving.cluster.whole import Shared, best, erased, merged, metrics, models, readiness
+from jgr.serving.cluster.whole import Shared, best, erased, merged, metrics, models, readiness, scraped_by
 from jgr.serving.engine.metrics import CONTENT_TYPE
 from jgr.serving.errors import RequestError
 from jgr.serving.fleet_api import ReplicaInfo, Rollout, ServedVersion
@@ -62,6 +62,16 @@ def test_who_asks_alike_meanwhile_shares_an_answer() -> None:
         assert made == ["1", "4", "bad", "5"]
 
     asyncio.run(run())
+
+
+def test_scrapes_are_alike_where_all_that_changes_the_answer_is() -> None:
+    def of(*headers: tuple[bytes, bytes], method: str = "GET") -> object:
+        return scraped_by(Asked(method, "/metrics", b"", list(headers), b""))
+
+    key, kind = (b"authorization", b"x"), (b"accept", b"text/plain")
+    assert of(key, kind, (b"user-agent", b"a")) == of(key, (b"x-request-id", b"1"), kind)
+    different = [of(), of(key), of((b"accept", b"x")), of((b"accept-encoding", b"x")), of(method="HEAD")]
+    assert len(set(different)) == len(different)
 
 
 def values(text: str) -> dict[tuple[str, ...], float]:
