@@ -17,7 +17,7 @@ from starlette.types import Message
 
 from jgr.config import FleetConfig
 from jgr.serving.api import ModelList
-from jgr.serving.cluster.relay import Answered, Asked, ask, read
+from jgr.serving.cluster.relay import Answered, Asked, Uploads, ask, read
 from jgr.serving.cluster.series import Series
 from jgr.serving.cluster.whole import Shared, best, erased, merged, metrics, models, readiness, scraped_by
 from jgr.serving.engine.metrics import CONTENT_TYPE
@@ -72,6 +72,28 @@ def test_scrapes_are_alike_where_all_that_changes_the_answer_is() -> None:
     assert of(key, kind, (b"user-agent", b"a")) == of(key, (b"x-request-id", b"1"), kind)
     different = [of(), of(key), of((b"accept", b"x")), of((b"accept-encoding", b"x")), of(method="HEAD")]
     assert len(set(different)) == len(different)
+
+
+def test_one_upload_is_in_hand_at_a_time_whatever_becomes_of_it() -> None:
+    uploads = Uploads()
+    with pytest.raises(ConnectionError), uploads.one():
+        with pytest.raises(RequestError, match="another catalog is being uploaded") as refused, uploads.one():
+            pass
+        raise ConnectionError  # its client leaves
+    assert refused.value.type == "unavailable"
+    with uploads.one():
+        pass
+
+
+def test_a_body_that_does_not_come_is_not_waited_for() -> None:
+    async def receive() -> Message:
+        return await asyncio.get_running_loop().create_future()
+
+    scope = {"type": "http", "method": "POST", "path": "/", "query_string": b"", "headers": []}
+    for within_s, part_s in ((0.01, None), (None, 0.01)):
+        with pytest.raises(RequestError, match="did not come in time") as refused:
+            asyncio.run(read(scope, receive, 4, within_s, part_s))
+        assert refused.value.type == "invalid_http"
 
 
 def values(text: str) -> dict[tuple[str, ...], float]:
