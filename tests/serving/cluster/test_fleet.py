@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import shutil
 import signal
 import socket
@@ -19,7 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -207,6 +208,40 @@ def test_of_who_may_not_ask_no_body_is_read(fleet: Fleet) -> None:
         told = fleet.head_of(f"{head}{{".encode())
         assert told.startswith(b"HTTP/1.1 %d " % status), path
         assert (b"www-authenticate: Bearer" in told) == (status == 401)
+
+
+def test_heads_that_rays_proxy_would_fail_at_are_answered_or_refused(fleet: Fleet) -> None:
+    def told(header: bytes) -> bytes:
+        return fleet.head_of(b"GET /health/live HTTP/1.1\r\nhost: x\r\n%b\r\n\r\n" % header)
+
+    for header in (b"x-request-id: a\tb\xff", b"x-session-id: \xff", b"serve_multiplexed_model_id: \xff"):
+        assert told(header).startswith(b"HTTP/1.1 200 "), header
+    assert told(b"x-large: " + b"a" * 100_000).startswith(b"HTTP/1.1 431 ")
+
+
+def test_each_front_has_one_upload_in_hand_and_refuses_more_before_it_reads_them(fleet: Fleet) -> None:
+    """Six begin, of which one byte comes each; two fronts take one each at most."""
+    host, port = fleet.url.removeprefix("http://").split(":")
+    asked = b"POST /v1/catalogs?model=tiny HTTP/1.1\r\nhost: x\r\nauthorization: Bearer 4dm1n\r\n"
+    asked += b"content-length: 1000000\r\n\r\n{"
+    with ExitStack() as opened:
+        clients = [
+            opened.enter_context(socket.create_connection((host, int(port)), PATIENCE_S)) for _ in range(6)
+        ]
+        for client in clients:
+            client.sendall(asked)
+        told: list[bytes] = []
+        while len(told) < 4:
+            readable, _, _ = select.select(clients, [], [], PATIENCE_S)
+            assert readable
+            told += [client.recv(1 << 16) for client in readable]
+            clients = [client for client in clients if client not in readable]
+    for answer in told[:4]:
+        assert answer.startswith(b"HTTP/1.1 503 ") and b"retry-after: " in answer
+        assert b"another catalog is being uploaded" in answer
+    ends_s = time.monotonic() + PATIENCE_S  # those whose clients have left are no longer in hand
+    while fleet.ask("POST", "/v1/catalogs?model=tiny", b"{}", authorization="Bearer 4dm1n")[0] != 422:
+        assert time.monotonic() < ends_s
 
 
 def test_a_websocket_is_refused_and_ends_nothing(fleet: Fleet) -> None:
