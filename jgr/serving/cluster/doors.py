@@ -7,9 +7,12 @@ Ray calls `doors` in each proxy where RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH 
 from __future__ import annotations
 
 import os
+from typing import Any
 
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.config import HTTP_PROTOCOLS
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from jgr.serving.cluster.relay import refusal, reply
 from jgr.serving.errors import RequestError
@@ -19,11 +22,37 @@ from jgr.serving.http.server import REQUEST_ID
 STEERS = (b"serve_multiplexed_model_id", b"x_session_id", b"x_request_timeout_seconds")
 """Headers, with _ for -, by which a client would choose a front, or its own timeout, past jgr's routing. Ray answers
 500 where they are no text."""
+MOST_READ = 1 << 17
+"""Bytes of a head that are read: one beyond MAX_HEAD_BYTES that ends before gets an answer that says why."""
 
 
 def doors() -> list[Middleware]:
-    """What Ray puts around its proxy."""
+    """What Ray puts around its proxy, whose server is started after this."""
+    # Ray has no setting for it: uvicorn takes what this table names where it is not told which protocol.
+    HTTP_PROTOCOLS["auto"] = f"{__name__}:ShortHeads"
     return [Middleware(Doors)]
+
+
+class ShortHeads(HttpToolsProtocol):
+    """uvicorn's protocol, which hangs up where a head goes on beyond what is read of one. The parser copies a header
+    with each part that comes of it: a large one would hold up the whole proxy for seconds."""
+
+    _in_head, _head_bytes = False, 0
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._in_head and not self.transport.is_closing():
+            self._head_bytes += len(data)
+            if self._head_bytes > MOST_READ:
+                self.send_400_response("The head is too large.")
+
+    def on_message_begin(self) -> None:
+        self._in_head, self._head_bytes = True, 0
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> Any:
+        self._in_head = False
+        return super().on_headers_complete()
 
 
 class Doors:
