@@ -185,7 +185,13 @@ class Memory:
         return self._shares_items == model != ""
 
     def limit(self, model: str) -> int:
-        """Pages of the pool that a model may hold. ConfigError where its share is not one page."""
+        """Pages of the pool that a model may hold. ConfigError where its share is not one page, or where it has none,
+        since it cached nothing when the memory was made."""
+        if model not in self._shares:
+            raise ConfigError(
+                f"cache.policy: model {model!r} wants a cache by now, and had none when this server started, which set "
+                "no memory aside for it: start the server again"
+            )
         every = sum(self._shares.values())
         pages = int(self._count * self._shares[model] / every) if every else 0
         if pages < 1:

@@ -35,6 +35,7 @@ ENVIRONMENT = {
     "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",  # one event loop a process, and gRPC between them
     "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0",  # it is for a load balancer of Ray's, and ends half a minute late
     "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",  # one that hangs does not drain, and keeps its device meanwhile
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "jgr.serving.cluster.doors:doors",  # heads that Ray fails at
 }
 LOGGING = {"log_level": "WARNING", "enable_access_log": False}
 """What Ray writes into its own logs; the access log of the servers is `server.access_log`."""

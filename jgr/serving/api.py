@@ -18,7 +18,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType, field
 
 from jgr.catalog.catalog import MAX_NAME_CHARS
 from jgr.prompt.layouts import LayoutName
-from jgr.serving.fleet_api import ReloadState, Replicas
+from jgr.serving.fleet_api import LastRollout, ReadyReplicas, ReloadState, Replicas, WantedReplicas
 from jgr.serving.policies.jobs import Priority
 
 MAX_DEADLINE_MS = 600_000
@@ -470,6 +470,7 @@ class ModelList(Struct, kw_only=True):
 
     data: Annotated[list[ModelInfo], Meta(description="The models, in the order of their configurations.")]
     replicas: Replicas = UNSET
+    rollout: LastRollout = UNSET
 
 
 class Health(Struct, kw_only=True):
@@ -478,3 +479,5 @@ class Health(Struct, kw_only=True):
     status: Annotated[
         Literal["live", "ready"], Meta(description="live: the process answers. ready: all models serve.")
     ]
+    replicas: ReadyReplicas = UNSET
+    of: WantedReplicas = UNSET

@@ -40,9 +40,36 @@ class ReplicaInfo(Struct, kw_only=True, frozen=True):
     models: Annotated[list[ServedVersion], Meta(description="What it serves of each model.")]
 
 
+class Rollout(Struct, kw_only=True, frozen=True):
+    """The last change of a fleet, which goes from one replica to the next."""
+
+    state: Annotated[
+        Literal["never", "running", "done", "failed"],
+        Meta(
+            description="never: there was none since the coordinator began. failed: `back` tells who goes back."
+        ),
+    ] = "never"
+    path: Annotated[str | None, Meta(description="What was asked for, as in /v1/models/shop/reload.")] = None
+    of: Annotated[int, Meta(description="Number of replicas that served when it began.")] = 0
+    done: Annotated[tuple[str, ...], Meta(description="Names of the replicas that have changed.")] = ()
+    replica: Annotated[str | None, Meta(description="Name of the replica at which it failed.")] = None
+    error: Annotated[str | None, Meta(description="Why it failed there.")] = None
+    back: Annotated[tuple[str, ...], Meta(description="Names of the replicas that have gone back.")] = ()
+
+
 Replicas = Annotated[
     list[ReplicaInfo] | UnsetType,
     Meta(
         description="Only of a fleet (`jgr cluster`), whose `data` is what one replica says: what each replica serves."
     ),
+]
+LastRollout = Annotated[
+    Rollout | UnsetType | None,
+    Meta(description="Only of a fleet: its last change. null: what keeps it does not answer."),
+]
+ReadyReplicas = Annotated[
+    int | UnsetType, Meta(description="Only of a fleet that is ready: how many of its replicas serve.")
+]
+WantedReplicas = Annotated[
+    int | UnsetType, Meta(description="Only of a fleet that is ready: how many replicas there should be.")
 ]

@@ -12,10 +12,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from msgspec import Struct, field
+from msgspec import UNSET, Struct, UnsetType, field
 from prometheus_client.parser import text_string_to_metric_families
 
 from jgr.serving.api import ModelList
+from jgr.serving.fleet_api import Rollout
 
 REPLICA = "replica"
 """The label of a series that says of which replica of a fleet it is."""
@@ -50,10 +51,11 @@ class Counts(Struct, kw_only=True):
 
 
 class Look(Struct):
-    """One look. at_s: when, of a clock that does not go back. replicas: by their names."""
+    """One look. at_s: when, of a clock that does not go back. replicas: by their names. rollout: see ModelList."""
 
     at_s: float
     replicas: dict[str, Counts]
+    rollout: Rollout | UnsetType | None = UNSET
 
 
 class Row(Struct, kw_only=True, frozen=True):
@@ -80,12 +82,14 @@ class Row(Struct, kw_only=True, frozen=True):
 
 
 class View(Struct, kw_only=True, frozen=True):
-    """All replicas over some seconds. time: UNIX time of its end, in seconds. seconds: how long it tells of."""
+    """All replicas over some seconds. time: UNIX time of its end, in seconds. seconds: how long it tells of. rollout:
+    the last change at its end; see ModelList."""
 
     time: float
     seconds: float
     total: Row
     replicas: list[Row]
+    rollout: Rollout | UnsetType | None = UNSET
 
 
 def look(metrics: str, models: ModelList, at_s: float, name: str) -> Look:
@@ -104,7 +108,7 @@ def look(metrics: str, models: ModelList, at_s: float, name: str) -> Look:
             counts = replicas.get(sample.labels.get(REPLICA, "") if fleet else name)
             if counts is not None:
                 _count(counts, sample.name, sample.labels, sample.value)
-    return Look(at_s, replicas)
+    return Look(at_s, replicas, models.rollout)
 
 
 def _count(counts: Counts, series: str, labels: Mapping[str, str], value: float) -> None:
@@ -130,9 +134,8 @@ def view(before: Look, after: Look, time: float) -> View:
         for name, counts in sorted(after.replicas.items())
     }
     rows = [_row(name, change, seconds) for name, change in changes.items()]
-    return View(
-        time=time, seconds=seconds, total=_row(TOTAL, _together(changes.values()), seconds), replicas=rows
-    )
+    total = _row(TOTAL, _together(changes.values()), seconds)
+    return View(time=time, seconds=seconds, total=total, replicas=rows, rollout=after.rollout)
 
 
 _HELD = ("queue", "running", "memory_bytes")
@@ -224,17 +227,32 @@ LEFT = 4
 
 
 def lines(shown: View) -> list[str]:
-    """A view as a table: a line of names, one for each replica, and one for all where there are several."""
+    """A view as a table: a line of names, one for each replica, and one for all where there are several; below it the
+    last change of a fleet."""
     rows = [*shown.replicas, *([shown.total] if len(shown.replicas) != 1 else [])]
     cells = [COLUMNS, *(_cells(row) for row in rows)]
     widths = [max(len(line[at]) for line in cells) for at in range(len(COLUMNS))]
-    return [
+    table = [
         "  ".join(
             text.ljust(width) if at < LEFT else text.rjust(width)
             for at, (text, width) in enumerate(zip(line, widths, strict=True))
         ).rstrip()
         for line in cells
     ]
+    told = "" if shown.rollout is UNSET else _told(shown.rollout)
+    return [*table, "", told] if told else table
+
+
+def _told(last: Rollout | None) -> str:
+    """How the last change of a fleet goes; "" where there was none."""
+    if last is None:
+        return "last change: not known, the coordinator does not answer"
+    if last.state == "never":
+        return ""
+    text = f"last change: {last.path}: {last.state}, {len(last.done)} of {last.of} replicas"
+    if last.state == "failed":
+        text += f"; {len(last.back)} went back; at {last.replica}: {last.error}"
+    return text
 
 
 def _cells(row: Row) -> Sequence[str]:

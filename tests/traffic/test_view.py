@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from jgr.fields import UserError
 from jgr.serving.api import ModelList
-from jgr.serving.fleet_api import ReplicaInfo, ServedVersion
+from jgr.serving.fleet_api import ReplicaInfo, Rollout, ServedVersion
 from jgr.traffic import view_file
-from jgr.traffic.view import Counts, View, events, lines, look, quantile, view
+from jgr.traffic.view import Counts, Look, View, events, lines, look, quantile, view
 
 
 def series(
@@ -102,6 +103,29 @@ def test_a_server_that_is_no_fleet_is_one_line() -> None:
     shown = view(found, found, 0.0)
     assert [line.split()[0] for line in lines(shown)] == ["replica", "host:1"]
     assert [line.split()[0] for line in lines(two())] == ["replica", "a", "b", "all"]
+
+
+def test_the_last_change_of_a_fleet_stands_below_its_table() -> None:
+    def told(rollout: Rollout | None) -> list[str]:
+        models = fleet("a", "b")
+        models.rollout = rollout
+        found = look("", models, 0.0, "")
+        return lines(view(found, found, 0.0))[4:]
+
+    path = "/v1/models/m/reload"
+    assert told(Rollout(state="running", path=path, of=2, done=("b",))) == [
+        "",
+        f"last change: {path}: running, 1 of 2 replicas",
+    ]
+    failed = Rollout(state="failed", path=path, of=2, done=("b",), replica="a", error="bad", back=("b",))
+    assert told(failed)[1] == f"last change: {path}: failed, 1 of 2 replicas; 1 went back; at a: bad"
+    assert told(None)[1] == "last change: not known, the coordinator does not answer"
+    assert told(Rollout()) == []
+    kept = msgspec.json.decode(
+        view_file.line(view(Look(0.0, {}, failed), Look(0.0, {}, failed), 0.0)), type=View
+    )
+    assert kept.rollout == failed
+    assert b"rollout" not in view_file.line(two()), "one server says nothing of it"
 
 
 def test_quantiles_are_those_of_prometheus() -> None:

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import os
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -26,18 +26,18 @@ from jgr.serving.cluster.attempts import SENDER, Attempts
 from jgr.serving.cluster.hints import USERS, glance
 from jgr.serving.cluster.places import own_node, place
 from jgr.serving.cluster.protocol import Incompatible, Spoken, received, require
-from jgr.serving.cluster.relay import Answered, Asked, head, read, reply
+from jgr.serving.cluster.relay import Answered, Asked, Uploads, head, read, refusal, reply
 from jgr.serving.cluster.replicas import Replicas, begun, soon
 from jgr.serving.cluster.router import SERIES
 from jgr.serving.cluster.sending import Sending
-from jgr.serving.cluster.whole import Shared, best, erased, metrics, models, readiness
+from jgr.serving.cluster.whole import Shared, best, erased, metrics, models, readiness, scraped_by
 from jgr.serving.engine.tracing import tracing
-from jgr.serving.errors import STATUS, RequestError
+from jgr.serving.errors import RequestError
 from jgr.serving.http.cold import ADMIN_PATHS, UPLOAD_PATH
+from jgr.serving.http.connection import READ_TIMEOUT_S, UPLOAD_TIMEOUT_S
 from jgr.serving.http.front import own_path
 from jgr.serving.http.keys import Keys
 from jgr.serving.http.operations import open_paths
-from jgr.serving.http.refusals import TRY_AGAIN, error_body
 from jgr.serving.http.server import REQUEST_ID, who
 from jgr.serving.policies.hedging import Hedging
 
@@ -46,8 +46,6 @@ HEALTH_S = 0.5
 """So long all replicas have to say how they are: who asks may wait for a second alone, such as Kubernetes."""
 NOT_SPOKEN = 1003
 """The code of a websocket that is closed since its data are of no use."""
-SCRAPED_BY = (b"authorization", b"accept", b"accept-encoding")
-"""The headers that may change what a scrape answers."""
 GRACE_S = 0.25
 """So long after a request's deadline the front still waits for what its replica says of that."""
 
@@ -77,7 +75,7 @@ class Front:
         self._fronts = begun(serve.get_deployment_handle(own.deployment, own.app_name))
         self._keys, self._open = Keys(config.server, config.fleet.fronts), open_paths(config.server)
         traces = tracing(config.server, time.monotonic_ns, place(SENDER, own_node()))
-        self._scrapes = Shared()
+        self._scrapes, self._uploads = Shared(), Uploads()
         self._default_ms = config.server.default_deadline_ms
         fleet = config.fleet
         self._attempts = Attempts(
@@ -106,23 +104,29 @@ class Front:
         try:
             tenant = self._charge(scope, path)
             upload = path == UPLOAD_PATH and changes(scope["method"], path)
-            most = self._max_upload_bytes if upload else self._config.server.max_body_bytes
-            # Of who may not ask no body is read: a replica refuses by the head alone.
-            asked = head(scope) if tenant is None else await read(scope, receive, most)
-            headers = [each for each in asked.headers if each[0] != b"x-request-id"]
-            asked = asked._replace(headers=[*headers, (b"x-request-id", request_id.encode())])
-            answered = await self._answer(path, asked, arrival_s, tenant or "")
+            with self._uploads.one() if upload else nullcontext():
+                # Of who may not ask no body is read: a replica refuses by the head alone.
+                asked = head(scope) if tenant is None else await self._read(scope, receive, upload)
+                headers = [each for each in asked.headers if each[0] != b"x-request-id"]
+                asked = asked._replace(headers=[*headers, (b"x-request-id", request_id.encode())])
+                answered = await self._answer(path, asked, arrival_s, tenant or "")
         except ConnectionError:
             return
         except RequestError as error:  # one that Ray brings from the coordinator is one too
-            answered = _refusal(error, request_id, path)
+            answered = refusal(error, request_id, path)
         except (RayError, RayServeException, TimeoutError) as error:
             _log.warning("%s: not all replicas answered: %s", path, error)
-            answered = _refusal(
+            answered = refusal(
                 RequestError("unavailable", "not all replicas answered; try again"), request_id, path
             )
         headers = [each for each in answered.headers if each[0] != b"x-request-id"]  # which Ray's proxy sends
         await reply(send, answered._replace(headers=headers))
+
+    async def _read(self, scope: Scope, receive: Receive, upload: bool) -> Asked:
+        """The request, within the times of `jgr serve`: Ray's proxy waits for a body as long as the client likes."""
+        if upload:
+            return await read(scope, receive, self._max_upload_bytes, UPLOAD_TIMEOUT_S, READ_TIMEOUT_S)
+        return await read(scope, receive, self._config.server.max_body_bytes, READ_TIMEOUT_S)
 
     async def _answer(self, path: str, asked: Asked, arrival_s: float, tenant: str) -> Answered:
         if changes(asked.method, path):
@@ -134,8 +138,7 @@ class Front:
             wanted = fleet.min_replicas if fleet.max_replicas else fleet.replicas
             return readiness(found, wanted) if path == READY else best(found)
         if asked.method in ("GET", "HEAD") and path == "/metrics":
-            alike = [value for name, value in asked.headers if name in SCRAPED_BY]
-            return await self._scrapes.answer((asked.method, *alike), partial(self._scrape, asked))
+            return await self._scrapes.answer(scraped_by(asked), partial(self._scrape, asked))
         if asked.method == "GET" and path == "/v1/models":
             found, about, last = await asyncio.gather(
                 self._replicas.answers(asked), self._replicas.about_soon(), self._last()
@@ -202,17 +205,3 @@ async def _lifespan(scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": f"{said}.complete"})
         if said == "lifespan.shutdown":
             return
-
-
-def _refusal(error: RequestError, request_id: str, path: str) -> Answered:
-    body = error_body(error, request_id, path)
-    headers = [
-        (b"content-type", b"application/json"),
-        (b"content-length", b"%d" % len(body)),
-        (b"x-request-id", request_id.encode()),
-    ]
-    if error.type == "unauthorized":
-        headers.append((b"www-authenticate", b"Bearer"))
-    if error.type in TRY_AGAIN or error.type == "unavailable":
-        headers.append((b"retry-after", b"%d" % error.retry_after_s))
-    return Answered(STATUS[error.type], headers, body)

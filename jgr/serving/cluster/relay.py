@@ -4,13 +4,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jgr.serving.cluster.protocol import sent
-from jgr.serving.errors import RequestError
+from jgr.serving.errors import STATUS, RequestError
+from jgr.serving.http.refusals import TRY_AGAIN, error_body
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -40,13 +43,42 @@ class Answered(NamedTuple):
         return sent(self)
 
 
-async def read(scope: Scope, receive: Receive, most: int) -> Asked:
-    """Read a request whole. Raises RequestError where its body has more than `most` bytes, and ConnectionError where
-    the client leaves."""
+class Uploads:
+    """The uploads that one process has in hand: one, since each is held whole until all replicas have it."""
+
+    def __init__(self) -> None:
+        self._going_on = False
+
+    @contextlib.contextmanager
+    def one(self) -> Iterator[None]:
+        """Have an upload in hand. Raises RequestError where there is another."""
+        if self._going_on:
+            raise RequestError("unavailable", "another catalog is being uploaded; try again when it is over")
+        self._going_on = True
+        try:
+            yield
+        finally:
+            self._going_on = False
+
+
+async def read(
+    scope: Scope, receive: Receive, most: int, within_s: float | None = None, part_s: float | None = None
+) -> Asked:
+    """Read a request whole. within_s, part_s: so long the body may take, and each part of it; None: for ever. Raises
+    RequestError where it takes longer or has more than `most` bytes, and ConnectionError where the client leaves."""
+    try:
+        async with asyncio.timeout(within_s):
+            return head(scope)._replace(body=await _body(receive, most, part_s))
+    except TimeoutError:
+        raise RequestError("invalid_http", "the body did not come in time") from None
+
+
+async def _body(receive: Receive, most: int, part_s: float | None) -> bytes:
     parts: list[bytes] = []
     size, more = 0, True
     while more:
-        message = await receive()
+        async with asyncio.timeout(part_s):
+            message = await receive()
         if message["type"] == "http.disconnect":
             raise ConnectionError
         part: bytes = message.get("body", b"")
@@ -54,7 +86,7 @@ async def read(scope: Scope, receive: Receive, most: int) -> Asked:
         if size > most:
             raise RequestError("body_too_large", f"the body may have at most {most} bytes")
         parts.append(part)
-    return head(scope)._replace(body=b"".join(parts))
+    return b"".join(parts)
 
 
 def head(scope: Scope) -> Asked:
@@ -111,3 +143,18 @@ async def reply(send: Send, answered: Answered) -> None:
     """Send an answer on."""
     await send({"type": "http.response.start", "status": answered.status, "headers": answered.headers})
     await send({"type": "http.response.body", "body": answered.body})
+
+
+def refusal(error: RequestError, request_id: str, path: str) -> Answered:
+    """The answer that says why a request is refused. path: of the request."""
+    body = error_body(error, request_id, path)
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", b"%d" % len(body)),
+        (b"x-request-id", request_id.encode()),
+    ]
+    if error.type == "unauthorized":
+        headers.append((b"www-authenticate", b"Bearer"))
+    if error.type in TRY_AGAIN or error.type == "unavailable":
+        headers.append((b"retry-after", b"%d" % error.retry_after_s))
+    return Answered(STATUS[error.type], headers, body)

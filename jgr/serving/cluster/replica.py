@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ from jgr.serving.cluster.record import Record, States, served
 from jgr.serving.cluster.relay import Answered, Asked, ask
 from jgr.serving.cluster.reports import Shape, ask_of, expected
 from jgr.serving.cluster.shapes import ns_per_token, shape
-from jgr.serving.engine.journal import of_replica
+from jgr.serving.engine.journal import journal_at, of_replica
 from jgr.serving.errors import RequestError
 from jgr.serving.fleet_api import ReplicaInfo, ServedVersion
 from jgr.serving.http.server import App
@@ -44,6 +45,8 @@ MOST = 512
 """A request counts as one of so many events and candidates at most."""
 FILL = 8
 """A digest names at most one entry for so many bits: the entries that were used last."""
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -117,7 +120,7 @@ class Replica:
         here = zip_longest(source.folders, places[: len(source.folders)])
         folders = tuple(place or folder for folder, place in here)
         configs = (replace(source, folders=folders) if places else source).configs()
-        configs = [_with_own_journal(config, self.name) for config in configs]
+        configs = [_with_own_journal(config, self.name, record.number > 0) for config in configs]
         deployments = []
         for one in self.load(source, configs, places):
             engine, begin = one.engine, Beginning()
@@ -327,9 +330,19 @@ def _own_host(config: Config) -> str:
     return str(get_node_ip_address())
 
 
-def _with_own_journal(config: Config, name: str) -> Config:
-    """The configuration with a journal of this replica's own: two processes cannot write to one file."""
+def _with_own_journal(config: Config, name: str, late: bool) -> Config:
+    """The configuration with a journal of this replica's own: two processes cannot write to one file. late: whether the
+    fleet serves already: then a journal that cannot be written is no reason to serve with one replica fewer. Raises
+    ConfigError for such a one else."""
     own = of_replica(config.server.journal, name)
+    try:
+        if own:
+            journal_at(own)
+    except ConfigError as error:
+        if not late:
+            raise
+        _log.error("this replica keeps no journal: %s", error)
+        own = ""
     return replace(config, server=replace(config.server, journal=own))
 
 

@@ -14,17 +14,17 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
-from typing import Annotated, Any, Literal, Protocol
+from typing import Any, Protocol
 from urllib.parse import parse_qsl
 
 import msgspec
-from msgspec import Meta, Struct
 
 from jgr.serving.catalog_api import CatalogInfo
 from jgr.serving.cluster.protocol import require
 from jgr.serving.cluster.record import NOTHING, Record, States, plain, served
 from jgr.serving.cluster.relay import Answered, Asked
 from jgr.serving.errors import RequestError
+from jgr.serving.fleet_api import Rollout
 from jgr.serving.http.cold import UPLOAD_PATH
 from jgr.serving.versions.served_state import packed
 
@@ -37,23 +37,6 @@ JOINING_S = 30.0
 BACK = "/rollback"
 
 _log = logging.getLogger(__name__)
-
-
-class Rollout(Struct, kw_only=True, frozen=True):
-    """The last change of a fleet, and how it goes on."""
-
-    state: Annotated[
-        Literal["never", "running", "done", "failed"],
-        Meta(
-            description="never: there was none since the coordinator began. failed: `back` tells who goes back."
-        ),
-    ] = "never"
-    path: Annotated[str | None, Meta(description="What was asked for, as in /v1/models/shop/reload.")] = None
-    of: Annotated[int, Meta(description="Number of replicas that served when it began.")] = 0
-    done: Annotated[tuple[str, ...], Meta(description="Names of the replicas that have changed.")] = ()
-    replica: Annotated[str | None, Meta(description="Name of the replica at which it failed.")] = None
-    error: Annotated[str | None, Meta(description="Why it failed there.")] = None
-    back: Annotated[tuple[str, ...], Meta(description="Names of the replicas that have gone back.")] = ()
 
 
 class Fleet(Protocol):

@@ -13,15 +13,16 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from jgr.serving.api import Erased, ModelList
-from jgr.serving.cluster.relay import Answered, Headers
-from jgr.serving.cluster.rollout import Rollout
+from jgr.serving.api import Erased, Health, ModelList
+from jgr.serving.cluster.relay import Answered, Asked, Headers
 from jgr.serving.engine.metrics import CONTENT_TYPE
 from jgr.serving.errors import RequestError
-from jgr.serving.fleet_api import ReplicaInfo
+from jgr.serving.fleet_api import ReplicaInfo, Rollout
 
 NODE = "replica"
 """The label of each series: the replica that it is of."""
+SCRAPED_BY = (b"authorization", b"accept", b"accept-encoding")
+"""The headers that may change what a scrape answers."""
 
 
 class Shared:
@@ -45,6 +46,12 @@ class Shared:
         del self._making[alike]
         if not done.cancelled():
             done.exception()  # where all who waited have left, nobody is told of it
+
+
+def scraped_by(asked: Asked) -> Hashable:
+    """What scrapes that are answered alike have in common: names of headers with their values, or a value of one would
+    count as another's."""
+    return asked.method, *(header for header in asked.headers if header[0] in SCRAPED_BY)
 
 
 class _Found:
@@ -110,14 +117,8 @@ def readiness(found: Sequence[Answered], wanted: int) -> Answered:
     first, ready = best(found), sum(each.status == 200 for each in found)
     if not ready:
         return first
-    body = msgspec.json.encode({"status": "ready", "replicas": ready, "of": wanted})
+    body = msgspec.json.encode(Health(status="ready", replicas=ready, of=wanted))
     return Answered(200, _headers(first, body, "application/json"), body)
-
-
-class FleetModels(ModelList, kw_only=True):
-    """The models of a fleet. rollout: the last change; null: the coordinator does not answer."""
-
-    rollout: Rollout | None = None
 
 
 def models(first: Answered, about: Sequence[Mapping[str, Any]], last: Mapping[str, Any] | None) -> Answered:
@@ -125,7 +126,7 @@ def models(first: Answered, about: Sequence[Mapping[str, Any]], last: Mapping[st
     a `Rollout`; None: nobody knows."""
     if first.status != 200:
         return first
-    whole = FleetModels(
+    whole = ModelList(
         data=msgspec.json.decode(first.body, type=ModelList).data,
         replicas=[msgspec.convert(each["info"], ReplicaInfo) for each in about],
         rollout=None if last is None else msgspec.convert(last, Rollout),

@@ -25,12 +25,12 @@ from jgr.serving.engine.metrics import Metrics
 class Again:
     """How a version is loaded once more, from the folder that it was loaded from. It holds no weights.
 
-    version: the version as answers name it. files: its files, as they were found. load: makes an engine of what is
-    there now, not started. folder: where that is.
+    version: the version as answers name it. files: its files, as they were found; None: they are gone. load: makes an
+    engine of what is there now, not started. folder: where that is.
     """
 
     version: str
-    files: ModelFiles
+    files: ModelFiles | None
     load: Callable[[Metrics], Any]
     folder: str
 

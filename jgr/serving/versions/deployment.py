@@ -67,13 +67,15 @@ class Change:
 class Beginning:
     """Where a deployment begins, if not with nothing changed; the attributes of Deployment say what each is.
 
-    activated: the catalog of its engine, where that is no configured one.
+    activated: the catalog of its engine, where that is no configured one. lost: the version of the previous catalog,
+    where it is known and the catalog itself is not held.
     """
 
     activated: Catalog | None = None
     previous: Catalog | None = None
     before: Again | None = None
     uploaded: tuple[Catalog, ...] = ()
+    lost: str = ""
 
 
 _log = logging.getLogger(__name__)
@@ -100,6 +102,7 @@ class Deployment:
         self.metrics = engine.metrics
         self.changes: dict[Kind, Change] = {"model": Change(), "catalog": Change()}
         self.previous: Catalog | None = begin.previous
+        self.lost = begin.lost
         self.before: Again | None = begin.before
         self.uploaded = begin.uploaded
         """The catalogs that were uploaded before the start, the oldest first."""
@@ -174,6 +177,8 @@ class Deployment:
         before = self.before
         if before is None:
             raise RequestError("conflict", f"no other version of model {self.name!r} was served before")
+        if before.files is None:
+            raise RequestError("conflict", f"the folder of {before.version!r} is gone: {before.folder}")
         if not before.files.unchanged:
             raise RequestError("conflict", f"the folder of {before.version!r} holds other files by now")
         self._begin(
@@ -293,7 +298,7 @@ class Deployment:
             call()
         self._loaded_at = now()
         if old.info.catalog_version != new.info.catalog_version:
-            self.previous = old.catalog
+            self.previous, self.lost = old.catalog, ""
         if old.info.version != new.info.version:
             self.before = None if old.rebuild is None else old.rebuild.again
         self.metrics.hide_model(old.info)

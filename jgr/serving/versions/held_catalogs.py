@@ -100,6 +100,11 @@ class Catalogs:
     def rollback(self) -> CatalogInfo:
         """Begin to serve the catalog before the active one."""
         previous = self._deployment.previous
+        if previous is None and self._deployment.lost:
+            raise RequestError(
+                "conflict",
+                f"catalog {self._deployment.lost!r} was active before, and is not held here: upload it and activate it",
+            )
         if previous is None:
             raise RequestError("conflict", "no other catalog was active before")
         return self.activate(previous.version)

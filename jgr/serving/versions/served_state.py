@@ -55,7 +55,7 @@ def state_of(deployment: Deployment) -> State:
         "" if again is None else again.folder,
         "" if before is None else before.version,
         "" if before is None else before.folder,
-        "" if deployment.previous is None else deployment.previous.version,
+        deployment.lost if deployment.previous is None else deployment.previous.version,
     )
 
 
@@ -86,7 +86,9 @@ def begin_as(loaded: Loaded, state: State, bodies: Mapping[str, bytes]) -> tuple
         first, engine = engine, engine.rebuild.engine(activated)
         first.served.close(idle=True)
     before = _before(loaded, state)
-    return engine, Beginning(activated, known.get(state.previous), before, tuple(held.values()))
+    previous = known.get(state.previous)
+    lost = state.previous if previous is None else ""
+    return engine, Beginning(activated, previous, before, tuple(held.values()), lost)
 
 
 def packed(body: bytes) -> bytes:
@@ -102,13 +104,12 @@ def _read(body: bytes) -> Catalog:
 
 
 def _before(loaded: Loaded, state: State) -> Again | None:
-    """How the version before is loaded; None: there is none, or its folder is gone."""
+    """How the version before is loaded; None: there is none."""
     if not state.before:
         return None
-    folder = state.before_folder
+    folder, files = state.before_folder, None
     try:
-        files = ModelFiles(Path(folder))
+        files = ModelFiles(Path(folder)) if Path(folder).is_dir() else None
     except (OSError, UserError) as error:
         _log.warning("%s cannot be gone back to: %s", state.before, error)
-        return None
     return Again(state.before, files, lambda metrics: loaded.load_from(folder, metrics), folder)

@@ -6,6 +6,8 @@ from __future__ import annotations
 import json
 import socket
 import subprocess
+import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,3 +75,42 @@ class Fleet:
             while b"\r\n\r\n" not in answer and (more := connection.recv(65536)):
                 answer += more
         return answer
+
+
+def whole_answer(client: socket.socket) -> bytes:
+    """An answer whose body is an object."""
+    answer = b""
+    while not answer.endswith(b"}}") and (more := client.recv(1 << 16)):
+        answer += more
+    return answer
+
+
+def pids(fleet: Fleet, deployment: str) -> list[int]:
+    """The processes of a deployment of this fleet; other fleets may run on this machine."""
+    name, parents, found = f"ray::ServeReplica:jgr:{deployment}".encode(), dict[int, int](), list[int]()
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            parents[int(process.name)] = int((process / "stat").read_text().rpartition(")")[2].split()[1])
+            if (process / "cmdline").read_bytes().startswith(name):
+                found.append(int(process.name))
+
+    def ours(pid: int) -> bool:
+        return pid == fleet.process.pid or (pid in parents and ours(parents[pid]))
+
+    return [pid for pid in found if ours(pid)]
+
+
+def ready(fleet: Fleet) -> int:
+    return int(json.loads(fleet.get("/health/ready"))["replicas"])
+
+
+def until_all_are_ready(fleet: Fleet) -> None:
+    """Those that are slow are not counted."""
+    ends_s = time.monotonic() + PATIENCE_S
+    while ready(fleet) < 2:
+        assert time.monotonic() < ends_s
+
+
+def names(fleet: Fleet) -> set[str]:
+    """The names of the replicas that serve."""
+    return {name for (name,) in fleet.series("process_cpu_seconds_total")}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import shutil
 import signal
 import socket
@@ -19,7 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ from jgr.cli import top
 from jgr.models import manifest
 from jgr.placement.items import Items, Workers, expected_bytes, hash_items
 from jgr.traffic.view import View
-from tests.serving.cluster.live import KEY, Fleet
+from tests.serving.cluster.live import KEY, Fleet, names, pids, ready, until_all_are_ready, whole_answer
 from tests.serving.decoders.test_cached_server import make_config as make_ranker
 from tests.serving.fakes import PATIENCE_S
 from tests.serving.http.test_tracing import Collector, attributes
@@ -207,6 +208,40 @@ def test_of_who_may_not_ask_no_body_is_read(fleet: Fleet) -> None:
         told = fleet.head_of(f"{head}{{".encode())
         assert told.startswith(b"HTTP/1.1 %d " % status), path
         assert (b"www-authenticate: Bearer" in told) == (status == 401)
+
+
+def test_heads_that_rays_proxy_would_fail_at_are_answered_or_refused(fleet: Fleet) -> None:
+    def told(header: bytes) -> bytes:
+        return fleet.head_of(b"GET /health/live HTTP/1.1\r\nhost: x\r\n%b\r\n\r\n" % header)
+
+    for header in (b"x-request-id: a\tb\xff", b"x-session-id: \xff", b"serve_multiplexed_model_id: \xff"):
+        assert told(header).startswith(b"HTTP/1.1 200 "), header
+    assert told(b"x-large: " + b"a" * 100_000).startswith(b"HTTP/1.1 431 ")
+
+
+def test_each_front_has_one_upload_in_hand_and_refuses_more_before_it_reads_them(fleet: Fleet) -> None:
+    """Six begin, of which one byte comes each; two fronts take one each at most."""
+    host, port = fleet.url.removeprefix("http://").split(":")
+    asked = b"POST /v1/catalogs?model=tiny HTTP/1.1\r\nhost: x\r\nauthorization: Bearer 4dm1n\r\n"
+    asked += b"content-length: 1000000\r\n\r\n{"
+    with ExitStack() as opened:
+        clients = [
+            opened.enter_context(socket.create_connection((host, int(port)), PATIENCE_S)) for _ in range(6)
+        ]
+        for client in clients:
+            client.sendall(asked)
+        told: list[bytes] = []
+        while len(told) < 4:
+            readable, _, _ = select.select(clients, [], [], PATIENCE_S)
+            assert readable
+            told += map(whole_answer, readable)
+            clients = [client for client in clients if client not in readable]
+    for answer in told[:4]:
+        assert answer.startswith(b"HTTP/1.1 503 ") and b"retry-after: " in answer
+        assert b"another catalog is being uploaded" in answer
+    ends_s = time.monotonic() + PATIENCE_S  # those whose clients have left are no longer in hand
+    while fleet.ask("POST", "/v1/catalogs?model=tiny", b"{}", authorization="Bearer 4dm1n")[0] != 422:
+        assert time.monotonic() < ends_s
 
 
 def test_a_websocket_is_refused_and_ends_nothing(fleet: Fleet) -> None:
@@ -457,34 +492,3 @@ def test_a_reload_goes_from_one_replica_to_the_next_and_refuses_nobody(fleet: Fl
         load.until(changed)
     assert (set(load.statuses), load.wrong) == ({"200"}, [])
     assert old in load.versions and len(load.versions) == 2
-
-
-def pids(fleet: Fleet, deployment: str) -> list[int]:
-    """The processes of a deployment of this fleet; other fleets may run on this machine."""
-    name, parents, found = f"ray::ServeReplica:jgr:{deployment}".encode(), dict[int, int](), list[int]()
-    for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            parents[int(process.name)] = int((process / "stat").read_text().rpartition(")")[2].split()[1])
-            if (process / "cmdline").read_bytes().startswith(name):
-                found.append(int(process.name))
-
-    def ours(pid: int) -> bool:
-        return pid == fleet.process.pid or (pid in parents and ours(parents[pid]))
-
-    return [pid for pid in found if ours(pid)]
-
-
-def ready(fleet: Fleet) -> int:
-    return int(json.loads(fleet.get("/health/ready"))["replicas"])
-
-
-def until_all_are_ready(fleet: Fleet) -> None:
-    """Those that are slow are not counted."""
-    ends_s = time.monotonic() + PATIENCE_S
-    while ready(fleet) < 2:
-        assert time.monotonic() < ends_s
-
-
-def names(fleet: Fleet) -> set[str]:
-    """The names of the replicas that serve."""
-    return {name for (name,) in fleet.series("process_cpu_seconds_total")}

@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from jgr.config import UserError
+from jgr.config import ConfigError, UserError
 from jgr.models import manifest
 from jgr.serving.cluster.hints import Hint
 from jgr.serving.cluster.record import Record, States, latest
 from jgr.serving.cluster.relay import Answered, Asked
 from jgr.serving.cluster.replica import Replica, Source
 from jgr.serving.cluster.rollout import Rollouts
+from jgr.serving.versions.served_state import state_of
 from tests.serving.tiny_model import as_lines, make_catalog, make_folder, shuffled_catalog
 
 KEY = [(b"authorization", b"Bearer 4dm1n")]
@@ -94,9 +96,9 @@ class Fleet:
             await replica.end()
 
 
-def run(folder: Path, scenario: Callable[[Fleet], Awaitable[None]]) -> None:
+def run(folder: Path, scenario: Callable[[Fleet], Awaitable[object]], *settings: str) -> None:
     async def all_of_it() -> None:
-        fleet = Fleet(Source((str(folder),), assignments=SETTINGS))
+        fleet = Fleet(Source((str(folder),), assignments=(*SETTINGS, *settings)))
         try:
             await scenario(fleet)
         finally:
@@ -175,6 +177,60 @@ def test_where_the_folder_holds_something_else_by_now_a_replica_does_not_start(f
         await fleet.change("/v1/models/tiny/reload")
         await fleet.start("b")
         assert await fleet.versions("a") == await fleet.versions("b")
+
+    run(folder, scenario)
+
+
+def test_a_replica_whose_journal_cannot_be_written_by_now_starts_without(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    journals = folder.parent / "journals"
+    journals.mkdir()
+
+    async def scenario(fleet: Fleet) -> None:
+        await fleet.start("a")
+        journals.rename(folder.parent / "elsewhere")
+        late = await fleet.start("b")
+        assert await fleet.versions("a") == await fleet.versions("b")
+        assert "this replica keeps no journal" in caplog.text
+        (deployment,) = late.models.deployments
+        assert deployment.engine.status == "ready"
+
+    run(folder, scenario, f"server.journal={journals}/j.jsonl")
+    with pytest.raises(ConfigError, match=r"server\.journal: .*/j\.a\.jsonl: No such file or directory"):
+        run(folder, lambda fleet: fleet.start("a"), f"server.journal={folder.parent}/nowhere/j.jsonl")
+
+
+def test_what_a_rollback_went_to_is_named_where_a_replica_that_starts_later_does_not_find_it(
+    folder: Path,
+) -> None:
+    """The folder of the version before is gone, and with it the catalog that only it had."""
+
+    async def scenario(fleet: Fleet) -> None:
+        await fleet.start("a")
+        version, catalog = await fleet.versions("a")
+        two = folder.parent / "two"
+        config = make_folder(two, seed=2)
+        (two / "catalog.jsonl").write_bytes(as_lines(shuffled_catalog()))
+        manifest.write(two, config, shuffled_catalog())
+        switch(folder, "two")
+        await fleet.change("/v1/models/tiny/reload")
+        shutil.rmtree(folder.parent / "one")
+        await fleet.start("b")
+
+        async def refused(path: str) -> str:
+            answered = await fleet.ask("b", Asked("POST", path, b"", KEY, b""))
+            assert answered.status == 409
+            return str(json.loads(answered.body)["error"]["message"])
+
+        assert await refused("/v1/models/tiny/rollback") == (
+            f"the folder of {version!r} is gone: {folder.parent / 'one'}"
+        )
+        assert (await refused("/v1/catalogs/rollback")).startswith(
+            f"catalog {catalog!r} was active before, and is"
+        )
+        (deployment,) = fleet.replicas["b"].models.deployments
+        assert state_of(deployment).previous == catalog, "which those are told that start later still"
 
     run(folder, scenario)
 

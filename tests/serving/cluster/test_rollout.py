@@ -11,8 +11,9 @@ import pytest
 from jgr.serving.cluster.protocol import spoken
 from jgr.serving.cluster.record import Record
 from jgr.serving.cluster.relay import Answered, Asked
-from jgr.serving.cluster.rollout import JOINING_S, POLL_S, Rollout, Rollouts
+from jgr.serving.cluster.rollout import JOINING_S, POLL_S, Rollouts
 from jgr.serving.errors import RequestError
+from jgr.serving.fleet_api import Rollout
 from jgr.serving.versions.served_state import State
 
 RELOAD = Asked("POST", "/v1/models/m/reload", b"", [], b"")

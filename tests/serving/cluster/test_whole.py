@@ -17,19 +17,20 @@ from starlette.types import Message
 
 from jgr.config import FleetConfig
 from jgr.serving.api import ModelList
-from jgr.serving.cluster.relay import Answered, Asked, ask, read
-from jgr.serving.cluster.rollout import Rollout
+from jgr.serving.cluster.relay import Answered, Asked, Uploads, ask, read
 from jgr.serving.cluster.series import Series
-from jgr.serving.cluster.whole import Shared, best, erased, merged, metrics, models, readiness
+from jgr.serving.cluster.whole import Shared, best, erased, merged, metrics, models, readiness, scraped_by
 from jgr.serving.engine.metrics import CONTENT_TYPE
 from jgr.serving.errors import RequestError
-from jgr.serving.fleet_api import ReplicaInfo, ServedVersion
+from jgr.serving.fleet_api import ReplicaInfo, Rollout, ServedVersion
+from jgr.serving.http.openapi import document
 from jgr.serving.http.server import App
 from jgr.serving.policies import routing, routing_terms
 from jgr.serving.policies.bookings import Work
 from jgr.serving.versions.deployment import Deployment
 from jgr.serving.versions.served_models import Models
 from tests.serving.fakes import make_config, make_engine
+from tests.serving.http.test_server import conform
 
 
 def test_who_asks_alike_meanwhile_shares_an_answer() -> None:
@@ -61,6 +62,38 @@ def test_who_asks_alike_meanwhile_shares_an_answer() -> None:
         assert made == ["1", "4", "bad", "5"]
 
     asyncio.run(run())
+
+
+def test_scrapes_are_alike_where_all_that_changes_the_answer_is() -> None:
+    def of(*headers: tuple[bytes, bytes], method: str = "GET") -> object:
+        return scraped_by(Asked(method, "/metrics", b"", list(headers), b""))
+
+    key, kind = (b"authorization", b"x"), (b"accept", b"text/plain")
+    assert of(key, kind, (b"user-agent", b"a")) == of(key, (b"x-request-id", b"1"), kind)
+    different = [of(), of(key), of((b"accept", b"x")), of((b"accept-encoding", b"x")), of(method="HEAD")]
+    assert len(set(different)) == len(different)
+
+
+def test_one_upload_is_in_hand_at_a_time_whatever_becomes_of_it() -> None:
+    uploads = Uploads()
+    with pytest.raises(ConnectionError), uploads.one():
+        with pytest.raises(RequestError, match="another catalog is being uploaded") as refused, uploads.one():
+            pass
+        raise ConnectionError  # its client leaves
+    assert refused.value.type == "unavailable"
+    with uploads.one():
+        pass
+
+
+def test_a_body_that_does_not_come_is_not_waited_for() -> None:
+    async def receive() -> Message:
+        return await asyncio.get_running_loop().create_future()
+
+    scope = {"type": "http", "method": "POST", "path": "/", "query_string": b"", "headers": []}
+    for within_s, part_s in ((0.01, None), (None, 0.01)):
+        with pytest.raises(RequestError, match="did not come in time") as refused:
+            asyncio.run(read(scope, receive, 4, within_s, part_s))
+        assert refused.value.type == "invalid_http"
 
 
 def values(text: str) -> dict[tuple[str, ...], float]:
@@ -157,6 +190,22 @@ def test_the_models_of_a_fleet_are_those_of_one_replica_and_the_versions_of_each
     assert json.loads(silent.body)["rollout"] is None, "the coordinator does not answer"
     refused = Answered(401, [], b"no")
     assert models(refused, [], None) is refused
+
+
+def test_the_documentation_describes_what_only_a_fleet_tells() -> None:
+    engine = make_engine(make_config())
+    described = document([engine.info], keyed=False)
+    schemas = described["components"]["schemas"]
+    one = Answered(200, [], msgspec.json.encode(ModelList(data=[engine.info])))
+    last = Rollout(state="failed", path="/v1/models/m/reload", of=2, done=("b",), replica="a", error="no")
+    told = {
+        "/v1/models": [models(one, [], msgspec.to_builtins(last)), models(one, [], None)],
+        "/health/ready": [readiness([one], 2)],
+    }
+    for path, answers in told.items():
+        schema = described["paths"][path]["get"]["responses"]["200"]["content"]["application/json"]["schema"]
+        for answer in answers:
+            conform(json.loads(answer.body), schema, schemas, path)
 
 
 def test_an_erasure_is_done_when_every_replica_has_done_it() -> None:

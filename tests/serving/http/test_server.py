@@ -335,7 +335,12 @@ def conform(value: Any, schema: dict[str, Any], schemas: dict[str, Any], where: 
     elif "enum" in schema:
         assert value in schema["enum"], where
     elif "anyOf" in schema:
-        assert type(value) in [KINDS[option["type"]] for option in schema["anyOf"]], where
+        named = [option for option in schema["anyOf"] if "$ref" in option]
+        if named and isinstance(value, dict):
+            conform(value, named[0], schemas, where)
+        else:
+            plain = [option for option in schema["anyOf"] if option not in named]
+            assert type(value) in [KINDS[option["type"]] for option in plain], where
     else:
         assert type(value) is KINDS[schema["type"]], where
         assert "minimum" not in schema or value >= schema["minimum"], where
@@ -343,7 +348,7 @@ def conform(value: Any, schema: dict[str, Any], schemas: dict[str, Any], where: 
             conform(element, schema["items"], schemas, f"{where}[]")
         fields = schema.get("properties", {})
         if fields:
-            assert set(schema["required"]) <= value.keys() <= fields.keys(), where
+            assert set(schema.get("required", ())) <= value.keys() <= fields.keys(), where
         for name in fields.keys() & value.keys() if fields else ():
             assert fields[name]["description"], f"{where}.{name}"
             conform(value[name], fields[name], schemas, f"{where}.{name}")

@@ -17,13 +17,13 @@ import pytest
 from jgr.cache.memory import Memory, caches
 from jgr.catalog.catalog import load_catalog
 from jgr.catalog.prefix_tree import PrefixTree
-from jgr.config import override
-from jgr.models import checkpoint, decoder, params
+from jgr.config import ConfigError, override
+from jgr.models import checkpoint, decoder, manifest, params
 from jgr.serving.engine.engine import Engine
 from jgr.serving.http.listener import Listener
 from jgr.serving.versions.deployment import Deployment
 from jgr.serving.versions.loading import own_settings
-from jgr.serving.versions.sources import make_engine
+from jgr.serving.versions.sources import configurations, load_all, make_engine
 from tests.serving.decoders.test_cached_server import ids, make_config, scores
 from tests.serving.fakes import PATIENCE_S, Pending
 from tests.serving.scorer_fakes import ITEMS, MONDAY, STU, make_folder
@@ -205,3 +205,21 @@ def test_a_reload_that_keeps_an_activated_catalog_keeps_no_pages_of_the_folders_
         assert cached(rank(server, "a"))[0] > 0
     finally:
         server.stop()  # which asks for all pages
+
+
+def test_a_reload_to_a_model_that_wants_a_cache_where_there_was_none_says_so(tmp_path: Path) -> None:
+    """The folder says what is cached, and a reload reads it again."""
+    config = make_config(tmp_path / "m", "server.admin_key=4dm1n")
+    catalog = load_catalog(tmp_path / "m" / "catalog.jsonl")
+    without = replace(config, cache=replace(config.cache, policy="none"))
+    manifest.write(tmp_path / "m", without, catalog)
+    (loaded,) = load_all([str(tmp_path / "m")], (), configurations((), (), [str(tmp_path / "m")]))
+    assert loaded.load is not None
+    manifest.write(tmp_path / "m", config, catalog)
+    with pytest.raises(
+        ConfigError, match=r"^cache\.policy: model '.*' wants a cache by now, and had none when"
+    ):
+        loaded.load(loaded.engine.metrics)
+    beside_another = Memory(1.0, shares={"other": 1.0})
+    with pytest.raises(ConfigError, match="model 'm' wants a cache by now"):
+        beside_another.limit("m")

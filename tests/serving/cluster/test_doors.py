@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What stands before Ray's proxy, over an application that only notes what comes to it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+from unittest.mock import Mock
+
+import uvicorn
+from starlette.types import Receive, Scope, Send
+from uvicorn.server import ServerState
+
+from jgr.serving.cluster.doors import MOST_READ, doors
+from jgr.serving.cluster.relay import Answered, Asked, ask, reply
+from jgr.serving.http.connection import MAX_HEAD_BYTES
+
+
+def asked(*headers: tuple[bytes, bytes]) -> tuple[Answered, list[Any]]:
+    """The answer to a request with these headers, and those of them that come through."""
+    passed: list[Any] = []
+
+    async def behind(scope: Scope, receive: Receive, send: Send) -> None:
+        passed.extend(scope["headers"])
+        await reply(send, Answered(200, [], b""))
+
+    (door,) = doors()
+    answered = asyncio.run(ask(door.cls(behind), Asked("GET", "/v1/models", b"", list(headers), b"")))
+    return answered, passed
+
+
+def test_a_head_that_is_too_large_goes_no_further() -> None:
+    size = MAX_HEAD_BYTES - len("/v1/models") - len("x") - 4
+    assert asked((b"x", b"a" * size))[0].status == 200
+    refused, passed = asked((b"x", b"a" * (size + 1)))
+    assert (refused.status, passed) == (431, [])
+    error = json.loads(refused.body)["error"]
+    assert error["type"] == "head_too_large" and str(MAX_HEAD_BYTES) in error["message"]
+    assert dict(refused.headers)[b"x-request-id"].decode() == error["request_id"]
+
+
+def test_a_head_that_does_not_end_is_not_read_on() -> None:
+    """uvicorn finds the protocol where Ray leaves the choice to it."""
+    doors()
+    config = uvicorn.Config(lambda: None, factory=True)
+    config.load()
+
+    async def read_on(parts: int) -> tuple[int, bytes]:
+        """How many parts were read, and what was answered."""
+        transport = Mock(**{"is_closing.return_value": False, "get_extra_info.return_value": None})
+        protocol = config.http_protocol_class(config=config, server_state=ServerState(), app_state={})
+        protocol.connection_made(transport)
+        protocol.data_received(b"GET / HTTP/1.1\r\nx: ")
+        for number in range(parts):
+            protocol.data_received(b"a" * (1 << 16))
+            if transport.close.called:
+                return number + 1, b"".join(call.args[0] for call in transport.write.call_args_list)
+        return parts, b""
+
+    read, answer = asyncio.run(read_on(1000))
+    assert read == MOST_READ >> 16
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert asyncio.run(read_on(read - 1)) == (read - 1, b"")
+
+
+def test_headers_that_ray_fails_at_or_is_steered_by_are_left_out() -> None:
+    kept = [(b"authorization", b"Bearer \xff"), (b"x-request-id", b"mine 1")]
+    left_out = [
+        (b"x-request-id", b"a\tb\xff"),
+        (b"x-request-id", b"a" * 129),
+        (b"x-session-id", b"\xff"),
+        (b"serve-multiplexed-model-id", b"m"),
+        (b"serve_multiplexed_model_id", b"m"),
+        (b"x-request-timeout-seconds", b"0"),
+    ]
+    assert asked(*left_out, *kept)[1] == kept
