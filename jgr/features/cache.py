@@ -88,18 +88,18 @@ class Counts:
 class _Wait:
     """A get that waits for fetches, which write into its records and states.
 
-    Its methods are called under the cache's lock. done: set once all awaited fetches have ended.
+    Its methods are called under the cache's lock. default: the record of what the store has not. done: set once all
+    awaited fetches have ended.
     """
 
-    def __init__(self, records: UInt8, seen: UInt8) -> None:
-        self.records, self.seen, self.awaited = records, seen, 0
+    def __init__(self, records: UInt8, seen: UInt8, default: bytes) -> None:
+        self.records, self.seen, self.default, self.awaited = records, seen, default, 0
         self.done: futures.Future[None] = futures.Future()
         self.done.set_running_or_notify_cancel()  # an event loop that stops waiting must not cancel it
 
     def deliver(self, place: int, end: End) -> None:
-        if isinstance(end, bytes):
-            self.records[place] = np.frombuffer(end, np.uint8)
         if not isinstance(end, Failed):
+            self.records[place] = np.frombuffer(self.default if end is None else end, np.uint8)
             self.seen[place] = MISSING if end is None else FRESH
         self.awaited -= 1
 
@@ -259,7 +259,7 @@ class FeatureCache:
             thread.start()
 
     def _wait(self, got: Got, records: UInt8) -> _Wait | None:
-        wait = _Wait(records, got.seen)
+        wait = _Wait(records, got.seen, self.schema.default)
         for place, slot, state in zip(got.old.tolist(), got.slots.tolist(), got.states.tolist(), strict=True):
             if state in self._waits:
                 self._waiting.setdefault(slot, []).append((wait, place))
