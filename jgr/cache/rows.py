@@ -189,10 +189,8 @@ class RowPages:
         """The rows of all tables that were used most and are not here, the most frequent first, as many as fit."""
         numbers, rows, counts, sizes = list[Int64](), list[Int64](), list[Int64](), list[Int64]()
         for number, of in enumerate(self._cell_of):
-            if not self._ahead[number]:
-                continue
             frequency, size = self.frequencies[number], self._row_bytes[number]
-            found = frequency.hottest(of < 0, most_bytes // size)
+            found = frequency.hottest((of < 0) & self._ahead[number], most_bytes // size)
             numbers.append(np.full(len(found), number))
             rows.append(found)
             counts.append(frequency.counts(found))
