@@ -19,7 +19,7 @@ from jgr.features.schema import Schema
 from jgr.models.climber import Feature
 from jgr.serving.versions.loading import load_any
 from tests.features.redis_process import RedisProcess
-from tests.serving.scorer_fakes import ITEMS, ScorerServer
+from tests.serving.scorer_fakes import CATALOG, ITEMS, ScorerServer
 from tests.serving.scorers.test_kept_users import CLIMBER
 from tests.serving.scorers.test_paging import asked, folder_of, settings
 
@@ -166,3 +166,27 @@ def test_a_record_larger_than_a_page_is_refused_at_start(tmp_path: Path, redis: 
     store.close()
     with pytest.raises(UserError, match="pages of 1024 bytes, but a row of features has 1232"):
         load_any(configured(tmp_path / "m", redis, *ROOMY, "features.tables=paged"))
+
+
+def test_a_reload_shares_the_pages_and_another_schema_is_refused(tmp_path: Path, redis: RedisProcess) -> None:
+    """Records of another schema would be taken for those that stand there, if they are as long."""
+    first: Any = load_any(configured(tmp_path / "m", redis, *ROOMY, "features.tables=paged"))
+    second: Any = first.rebuild.engine(CATALOG)
+    assert second.served.paging.rows is first.served.paging.rows
+    assert second.served.executors.programs is first.served.executors.programs
+    first.served.executors.records.compile(8)
+    asked_for = np.array([1, 2], np.int32)
+    assert first.served.features.get_many(asked_for).missing == 0
+    got = second.served.features.get_many(asked_for)  # its states are its own, so it asks too
+    assert got.records["price"].tolist() == SCHEMA.records(RECORDS[1:3])["price"].tolist()
+    assert second.served.features.counts().fetched == 2 == second.served.features.counts().entries
+    store = open_store(redis.address, 30.0)
+    store.set_schema("genres:int32[3],price:float32,unread:int8")
+    store.close()
+    with pytest.raises(
+        UserError, match=r"features\.store: its schema is genres.* has records of price.* a start of"
+    ):
+        first.rebuild.engine(CATALOG)
+    for engine in (first, second):
+        engine.served.paging.border.check()
+        engine.served.close(True)
