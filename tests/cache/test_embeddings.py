@@ -35,7 +35,7 @@ VALUES: dict[str, npt.NDArray[Any]] = {
     "half": RNG.standard_normal((90, 16), np.float32).astype(np.float16),  # 32
 }
 TABLES = {name: Table(len(of), of.shape[1], of.dtype) for name, of in VALUES.items()}
-RECORDS = 60
+RECORDS = 24
 ALL_TABLES = TABLES | {"records": Table(RECORDS, 16, np.dtype(np.uint32), brought="a schema")}
 
 
@@ -83,7 +83,12 @@ def right(cache: EmbeddingCache, table: str, rows: list[int]) -> None:
 
 USERS = st.integers(0, 7)
 ROWS = st.lists(st.integers(0, 89), min_size=1, max_size=BATCH)
-RECORD_ROWS = st.lists(st.integers(0, RECORDS - 1), min_size=1, max_size=BATCH, unique=True)
+RECORD_ROWS = st.builds(
+    lambda first, count: [(first + at) % RECORDS for at in range(count)],
+    st.integers(0, RECORDS - 1),
+    st.integers(8, BATCH),
+)
+"""Most of all records, so that they come anew and are read while they stand there."""
 LIMITED = PAGES - 2  # of the border; the other two are for items alone
 WINDOW, GROWTH = 6, 2
 KEPT = {
@@ -199,16 +204,21 @@ class Pool(RuleBasedStateMachine):
         """Records of the feature store come, for the first time or anew."""
         self.brought |= {row: value + row for row in rows}
         self.cache.put("records", np.array(rows, np.int64), self.words(rows)[: len(rows)])
+        self._read_records(rows, keeps=True)
 
     @rule(rows=RECORD_ROWS, moved=st.integers(0, LIMITED), keeps=st.booleans())
     def read_records(self, rows: list[int], moved: int, keeps: bool) -> None:
         """As a request does: look, and read when pages have moved meanwhile; what came with it is at hand (keeps)."""
+        self._read_records(rows, keeps, moved)
+
+    def _read_records(self, rows: list[int], keeps: bool, moved: int | None = None) -> None:
         asked, known = batch(rows), np.zeros(BATCH, bool)
         known[: len(rows)] = [row in self.brought for row in rows]
         here = np.zeros(BATCH, bool)
         here[: len(rows)] = self.cache.here("records", np.array(rows, np.int32))
         assert not (here & ~known).any()
-        self.border.set_limit(moved)
+        if moved is not None:
+            self.border.set_limit(moved)
         sent = known & ~here if keeps else np.zeros(BATCH, bool)
         found = self.cache.records("records", asked, self.words(rows), here, sent)
         if found.words is None:
