@@ -268,7 +268,7 @@ def _families() -> list[Metric]:
     shown.watch_memory(lambda: {"weights": 0})
     shown.watch_cache(lambda: cast(CacheMeta, _EMPTY_CACHE))
     shown.feature_counts = Counts
-    shown.paging = lambda: PagingCounts({"items": {}}, 0, 0, 0, 0, {})
+    shown.paging = lambda: PagingCounts({"items": {}, "features": {}}, 0, 0, 0, 0, {})
     shown.requests.labels("/v1/recommend", "200")
     shown.parts.labels("0")
     shown.show_model(

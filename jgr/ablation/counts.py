@@ -48,14 +48,14 @@ COUNTS: Mapping[str, Count] = {
     "round trips": Count("jgr_feature_events_total", {"event": ("round_trips",)}, "questions to the feature store"),
     "fetched": Count("jgr_feature_events_total", {"event": ("fetched",)}, "rows that the store gave"),
     "row hits": Count(
-        "jgr_embedding_rows_total", {"event": ("hits",)}, "embedding rows that a batch found on the device"
+        "jgr_embedding_rows_total", {"event": ("hits",)}, "rows (embeddings, features) that were found on the device"
     ),
-    "row misses": Count("jgr_embedding_rows_total", {"event": ("misses",)}, "embedding rows that batches did not find"),
+    "row misses": Count("jgr_embedding_rows_total", {"event": ("misses",)}, "rows that were not found there"),
     "collateral": Count(
-        "jgr_embedding_rows_total", {"event": ("collateral",)}, "embedding rows in use that went with their page"
+        "jgr_embedding_rows_total", {"event": ("collateral",)}, "rows in use that went with their page"
     ),
     "refilled": Count("jgr_embedding_rows_total", {"event": ("refilled",)}, "embedding rows that were fetched ahead"),
-    "row bytes": Count("jgr_embedding_bytes_total", {}, "bytes of embedding rows that batches waited for"),
+    "row bytes": Count("jgr_embedding_bytes_total", {}, "bytes of rows that were sent to the device for it"),
     "moves": Count("jgr_border_moves_total", {"of": ("moves",)}, "times that the border was set"),
     "pages moved": Count(
         "jgr_border_moves_total", {"of": ("to_rows", "to_users")}, "pages that changed sides at the border"

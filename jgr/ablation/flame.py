@@ -61,6 +61,13 @@ FLAME = System(
             differs="candidates whose features are not cached yet are scored without them, which the answer counts",
         ),
         Mechanism(
+            "paged-features",
+            ("FLAME-1", "HLEM-2", "HLEM-10"),
+            "features' records stand on the device, in the pages of embeddings' rows; only those that it lacks cross",
+            ("features.tables=paged", "embeddings.tables=paged"),
+            added=True,
+        ),
+        Mechanism(
             "near-memory",
             ("FLAME-5",),
             "threads are bound to the accelerator's part of the memory; nothing changes on machines of one part",
@@ -117,7 +124,7 @@ FLAME = System(
     ),
     counts=(
         "parts", "user parts", "pairs", "padding pairs", "reused", "computed", "looked up", "missing",
-        "round trips", "fetched", "store bytes",
+        "round trips", "fetched", "store bytes", "row hits", "row misses", "row bytes",
     ),
     concurrency=4,
     candidates=(20, 250),

@@ -112,7 +112,8 @@ def _generator(system: System, folder: Path, size: Size) -> World:
 
 
 def _scorer(system: System, folder: Path, size: Size) -> World:
-    """A small Climber over the items' features, which lie in an SQLite store beside it."""
+    """A small Climber over the items' features, which lie in an SQLite store beside it, with its items' table in a file
+    of its own."""
     shop = make_shop(n_users=size.users, items_per_line=size.items_per_line)
     catalog, train = shop.catalog, size.model
     schema = derive(catalog.metadata)
@@ -132,7 +133,9 @@ def _scorer(system: System, folder: Path, size: Size) -> World:
         ),
     )
     drawn = params.initialize(scorers.scorer(cfg).spec(cfg), jax.random.key(0))
-    scorers.save(folder, cfg, drawn, lambda folder: save_catalog(catalog, folder / "catalog.jsonl"))
+    scorers.save(
+        folder, cfg, drawn, lambda folder: save_catalog(catalog, folder / "catalog.jsonl"), "float32"
+    )
     _fill_store(folder / STORE, schema, catalog)
     config = override(
         Config(),

@@ -33,6 +33,8 @@ from jgr.models.words import Cells
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
+UInt32 = npt.NDArray[np.uint32]
+Bool = npt.NDArray[np.bool_]
 
 WRITES = (16, 128, 1024)
 """How many rows a program writes, at most; larger transfers are cut."""
@@ -57,15 +59,24 @@ class RowSource(Protocol):
 
 @dataclass(frozen=True)
 class Table:
-    """rows: how many it has. width: numbers of a row. dtype: of these."""
+    """rows: how many it has. width: numbers of a row. dtype: of these.
+
+    brought: what its rows are where others bring them (`put`), as words that are not converted: none is read from the
+    source, nor fetched ahead. Empty: rows of numbers, which the source has."""
 
     rows: int
     width: int
     dtype: np.dtype[Any]
+    brought: str = ""
 
     @property
     def row_bytes(self) -> int:
         return self.width * self.dtype.itemsize
+
+    @property
+    def given_as(self) -> np.dtype[Any]:
+        """The dtype of the numbers that programs are given."""
+        return self.dtype if self.brought else np.dtype(np.float32)
 
 
 class Refilled(NamedTuple):
@@ -74,6 +85,13 @@ class Refilled(NamedTuple):
 
     copied: int
     more: bool
+
+
+class Records(NamedTuple):
+    """words: [n, words] uint32, on the device; None where rows that only the pool had are gone: their places [m]."""
+
+    words: jax.Array | None
+    gone: Int64
 
 
 class EmbeddingCache:
@@ -94,7 +112,7 @@ class EmbeddingCache:
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self.pool, self.tables, self.source, self._catch_up = pool, dict(tables), source, catch_up
-        shapes = {name: TableShape(of.rows, of.row_bytes) for name, of in tables.items()}
+        shapes = {name: TableShape(of.rows, of.row_bytes, not of.brought) for name, of in tables.items()}
         self.pages = RowPages(pool.pages, pool.page_bytes, shapes)
         self._cells = {name: Cells.of(of.row_bytes, pool.page_bytes) for name, of in tables.items()}
         self._budget, self._clock = budget or RefillBudget(0.0), clock
@@ -114,12 +132,12 @@ class EmbeddingCache:
         of, cells, array = self.tables[table], self._cells[table], self.pool.example
         places = jax.ShapeDtypeStruct((count,), np.int32)
         staged = jax.ShapeDtypeStruct((count, cells.words), np.uint32)
-        gather = jax.jit(_gather, static_argnames=("cells", "dtype"))
-        fixed = {"cells": cells, "dtype": of.dtype}
+        gather = jax.jit(_gather, static_argnames=("cells", "dtype", "given_as"))
+        fixed = {"cells": cells, "dtype": of.dtype, "given_as": of.given_as}
         if (table, "gather", count) not in self._programs:
             self._programs[table, "gather", count] = gather.lower(array, places, None, **fixed).compile()
             self._programs[table, "staged", count] = gather.lower(array, places, staged, **fixed).compile()
-            self._zeros[table, count] = jnp.zeros((count, of.width), jnp.float32)
+            self._zeros[table, count] = jnp.zeros((count, of.width), of.given_as)
         for size in WRITES:
             if (table, "write", size) not in self._programs:
                 given = (
@@ -191,6 +209,12 @@ class EmbeddingCache:
         self, table: str, rows: Int64, cells: Int32, values: npt.NDArray[np.uint32], epoch: int
     ) -> None:
         """Write the first rows of `values` to their cells, and let them be found."""
+        self._copy(table, cells, values, epoch)
+        with self._lock:
+            if self._epoch == epoch:
+                self.pages.publish(table, rows, cells)
+
+    def _copy(self, table: str, cells: Int32, values: UInt32, epoch: int) -> None:
         at = 0
         while at < len(cells):
             size = next((size for size in WRITES if size >= len(cells) - at), WRITES[-1])
@@ -203,9 +227,6 @@ class EmbeddingCache:
             self._catch_up()
             self.pool.write(_bound(program, numbers, padded), epoch)
             at += some
-        with self._lock:
-            if self._epoch == epoch:
-                self.pages.publish(table, rows, cells)
 
     def _gather(
         self,
@@ -234,6 +255,72 @@ class EmbeddingCache:
             _bound(self._programs[table, kind, len(place)], places, staged), epoch
         )
         return found
+
+    # Records, which others bring.
+
+    def here(self, table: str, rows: Int32) -> Bool:
+        """Whether each of rows [n] stands in the pool now: a use of them, which counts hits and misses."""
+        with self._lock:
+            self._present()
+            found = self.pages.find(table, rows.astype(np.int64))
+            self.pages.unpin(found.pages)
+        return found.cells >= 0
+
+    def put(self, table: str, rows: Int64, values: UInt32) -> None:
+        """Rows [n], each once, are `values` [n, words] from now on, by one transfer.
+
+        What stands in the pool is written over: a program that was dispatched before reads what was there, one that is
+        dispatched later reads this, and none reads a part of each. Others get cells, as far as there are some.
+        """
+        with self._lock:
+            epoch = self._present()
+            found = self.pages.find(table, rows, counted=False)
+            new = np.flatnonzero(found.cells < 0)
+            taken = self.pages.take(table, len(new))
+            new, past = new[: len(taken.cells)], len(new) - len(taken.cells)
+            self._counts[table].update(transfers=1, bytes=values.nbytes, past=past)
+        try:
+            old = np.flatnonzero(found.cells >= 0)
+            self._copy(table, found.cells[old], values[old], epoch)
+            self._fill(table, rows[new], taken.cells, values[new], epoch)
+        except PoolLost:
+            return  # nothing stands in the pool now, and who asks finds that out
+        finally:
+            with self._lock:
+                self.pages.unpin(found.pages)
+                self.pages.unpin(taken.pages)
+
+    def records(self, table: str, rows: Int32, given: UInt32, kept: Bool, sent: Bool) -> Records:
+        """Records of rows [n], each once, as words [n, words] uint32. `compile` was called for n.
+
+        kept [n]: rows that only the pool has; sent [n]: those that stand in `given` [n, words] too, and cross where the
+        pool has not got them. The others are zeros. Raises PoolLost where the pool is lost again and again.
+        """
+        for left in reversed(range(TRIES)):
+            try:
+                return self._records(table, rows, given, kept, sent)
+            except PoolLost:
+                if not left:
+                    raise
+        raise AssertionError
+
+    def _records(self, table: str, rows: Int32, given: UInt32, kept: Bool, sent: Bool) -> Records:
+        wanted, places = np.flatnonzero(kept | sent), np.full(len(rows), -1, np.int32)
+        with self._lock:
+            epoch = self._present()
+            found = self.pages.find(table, rows[wanted].astype(np.int64), counted=False)
+        try:
+            places[wanted] = found.cells
+            gone = np.flatnonzero(kept & (places < 0))
+            if len(gone):
+                return Records(None, gone)
+            beyond = sent & (places < 0)
+            staged = np.where(beyond[:, None], given, np.uint32(0)) if beyond.any() else None
+            program = self._programs[table, "gather" if staged is None else "staged", len(rows)]
+            return Records(self.pool.read(_bound(program, places, staged), epoch), gone)
+        finally:
+            with self._lock:
+                self.pages.unpin(found.pages)
 
     # What moves pages, on the event loop.
 
@@ -360,12 +447,18 @@ def _bound(program: Callable[..., Any], *others: Any) -> Callable[[jax.Array], A
 
 
 def _gather(
-    array: jax.Array, places: jax.Array, staged: jax.Array | None, *, cells: Cells, dtype: np.dtype[Any]
+    array: jax.Array,
+    places: jax.Array,
+    staged: jax.Array | None,
+    *,
+    cells: Cells,
+    dtype: np.dtype[Any],
+    given_as: np.dtype[Any],
 ) -> jax.Array:
     found = words.read(array, *cells.place(jnp.maximum(places, 0)), cells.words)
     there = (places >= 0)[:, None]
     found = jnp.where(there, found, 0 if staged is None else staged)
-    return words.seen_as(found, dtype).astype(jnp.float32)
+    return words.seen_as(found, dtype).astype(given_as)
 
 
 def _write(array: jax.Array, numbers: jax.Array, values: jax.Array, *, cells: Cells) -> jax.Array:

@@ -32,10 +32,12 @@ FOREIGN, EMPTY = -2, -1
 
 @dataclass(frozen=True)
 class TableShape:
-    """rows: of the table. row_bytes: of one of them, a multiple of 4 and at most a page."""
+    """rows: of the table. row_bytes: of one of them, a multiple of 4 and at most a page. ahead: whether rows that were
+    used much may be fetched before they are asked for."""
 
     rows: int
     row_bytes: int
+    ahead: bool = True
 
 
 class Sought(NamedTuple):
@@ -65,6 +67,7 @@ class RowPages:
         self.names = list(tables)
         self._per_page = [page_bytes // of.row_bytes for of in tables.values()]
         self._row_bytes = [of.row_bytes for of in tables.values()]
+        self._ahead = [of.ahead for of in tables.values()]
         self._cell_of = [np.full(of.rows, -1, np.int32) for of in tables.values()]
         self.frequencies = [RowFrequencies(of.rows) for of in tables.values()]
         self._row_in = np.full((pages, max(self._per_page)), -1, np.int32)
@@ -97,8 +100,9 @@ class RowPages:
     def per_page(self, table: str) -> int:
         return self._per_page[self.number(table)]
 
-    def find(self, table: str, rows: Int64) -> Sought:
-        """Where rows [n], each once, stand; the pages are pinned until `unpin`. Counts hits and misses."""
+    def find(self, table: str, rows: Int64, counted: bool = True) -> Sought:
+        """Where rows [n], each once, stand; the pages are pinned until `unpin`. counted: whether it counts hits and
+        misses, and is a use of each row; it is one of the pages in any case."""
         number = self.number(table)
         cells = self._cell_of[number][rows]
         read = np.zeros(len(self._table), bool)  # faster than np.unique
@@ -107,6 +111,8 @@ class RowPages:
         self._tick += 1
         self._used[pages] = self._tick
         self._pins[pages] += 1
+        if not counted:
+            return Sought(cells, pages)
         missed = int((cells < 0).sum())
         counts = self.counts[table]
         counts["hits"] += len(rows) - missed
@@ -184,7 +190,7 @@ class RowPages:
         numbers, rows, counts, sizes = list[Int64](), list[Int64](), list[Int64](), list[Int64]()
         for number, of in enumerate(self._cell_of):
             frequency, size = self.frequencies[number], self._row_bytes[number]
-            found = frequency.hottest(of < 0, most_bytes // size)
+            found = frequency.hottest((of < 0) & self._ahead[number], most_bytes // size)
             numbers.append(np.full(len(found), number))
             rows.append(found)
             counts.append(frequency.counts(found))

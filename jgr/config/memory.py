@@ -150,6 +150,10 @@ class FeaturesConfig:
     # When a request waits for the store. asynchronous: never; sync_missing: for records that are not cached;
     # synchronous: for those and for records older than features.ttl_s.
     mode: Literal["asynchronous", "synchronous", "sync_missing"] = "sync_missing"
+    # Where records are kept. host: in this process, features.cache_mb of them; paged: on the device, in the pages that
+    # rows of embeddings have too (embeddings.tables=paged), where what was used longest ago goes first. Scores are the
+    # same.
+    tables: Literal["host", "paged"] = "host"
     # Memory of the features' cache, in MiB; a mode that never waits needs some. 0: no cache, every request asks the
     # store.
     cache_mb: float = 64.0

@@ -26,9 +26,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from jgr.cache.embeddings import EmbeddingCache
 from jgr.config import ConfigError, FeaturesConfig
 from jgr.features import numa
 from jgr.features.memory import FAILED, FRESH, MISSING, End, Failed, Got, Memory
+from jgr.features.paged import PagedMemory
 from jgr.features.schema import Schema
 from jgr.features.states import WAITS
 from jgr.features.stores import FeatureStore, StoreError
@@ -51,7 +53,8 @@ class Features(NamedTuple):
     """The features of n items. records: [n] of the schema's dtype. states: [n] uint8, FRESH, STALE or MISSING.
 
     stale: how many records are older than their time to live. missing: how many are the default record (EMPTY), since
-    they are not fetched yet or the store has none; FLAME's `feature_missing`.
+    they are not fetched yet or the store has none; FLAME's `feature_missing`. Where records are kept in pages,
+    one of zeros stands in the pool alone, see `jgr.features.paged`.
     """
 
     records: npt.NDArray[np.void]
@@ -85,18 +88,18 @@ class Counts:
 class _Wait:
     """A get that waits for fetches, which write into its records and states.
 
-    Its methods are called under the cache's lock. done: set once all awaited fetches have ended.
+    Its methods are called under the cache's lock. default: the record of what the store has not. done: set once all
+    awaited fetches have ended.
     """
 
-    def __init__(self, records: UInt8, seen: UInt8) -> None:
-        self.records, self.seen, self.awaited = records, seen, 0
+    def __init__(self, records: UInt8, seen: UInt8, default: bytes) -> None:
+        self.records, self.seen, self.default, self.awaited = records, seen, default, 0
         self.done: futures.Future[None] = futures.Future()
         self.done.set_running_or_notify_cancel()  # an event loop that stops waiting must not cancel it
 
     def deliver(self, place: int, end: End) -> None:
-        if isinstance(end, bytes):
-            self.records[place] = np.frombuffer(end, np.uint8)
         if not isinstance(end, Failed):
+            self.records[place] = np.frombuffer(self.default if end is None else end, np.uint8)
             self.seen[place] = MISSING if end is None else FRESH
         self.awaited -= 1
 
@@ -111,8 +114,9 @@ class FeatureCache:
     """Serves the records of `schema` from `store` by the mode of `config`; `close` it in the end.
 
     item_ids: the catalog's ids, which are the store's keys; gets name items by row. config.store and config.schema are
-    not read here. clock: nanoseconds that never go back. seed: seed of the jitter of the times to live. Raises
-    ConfigError if the mode never waits (asynchronous) and there is no room for a record in every bucket.
+    not read here. clock: nanoseconds that never go back. seed: seed of the jitter of the times to live. pages: where
+    records are kept, which has their table; None: in an array of this process, of config.cache_mb. Raises ConfigError
+    if the mode never waits (asynchronous) and there is no room for a record in every bucket.
     """
 
     def __init__(
@@ -124,19 +128,32 @@ class FeatureCache:
         *,
         clock: Callable[[], int] = time.monotonic_ns,
         seed: int = 0,
+        pages: EmbeddingCache | None = None,
     ) -> None:
         self.schema, self._store, self._clock, self._item_ids = schema, store, clock, item_ids
         self._max_wait_ns = round(config.max_wait_ms * 1e6)
         self._waits = WAITS[config.mode]
-        self._memory = Memory(
-            schema.default,
-            items=len(item_ids),
-            buckets=config.buckets,
-            capacity=round(config.cache_mb * 2**20),
-            ttl_ns=round(config.ttl_s * 1e9),
-            absent_ttl_ns=round(config.absent_ttl_s * 1e9),
-            passes=bool(self._waits),
+        items, ttl_ns, absent_ttl_ns = (
+            len(item_ids),
+            *(round(s * 1e9) for s in (config.ttl_s, config.absent_ttl_s)),
         )
+        self._memory: Memory | PagedMemory
+        self._keep: Callable[[Sequence[int], Sequence[End]], None] | None = None
+        self.host_bytes = round(config.cache_mb * 2**20)
+        """Bytes of this process that it may take."""
+        if pages is None:
+            self._memory = Memory(
+                schema.default,
+                items=items,
+                buckets=config.buckets,
+                capacity=round(config.cache_mb * 2**20),
+                ttl_ns=ttl_ns,
+                absent_ttl_ns=absent_ttl_ns,
+                passes=bool(self._waits),
+            )
+        else:
+            self._memory = PagedMemory(pages, schema.default, items, ttl_ns, absent_ttl_ns)
+            self._keep, self.host_bytes = self._memory.keep, self._memory.state_bytes
         if not (self._waits or self._memory.slots):
             raise ConfigError(
                 f"features.cache_mb: {config.cache_mb} MB have no room for a record of {schema.record_bytes} bytes in "
@@ -166,11 +183,7 @@ class FeatureCache:
         that the store does not give in time are stale or missing. out: where to write the records, [n, record bytes]
         with contiguous rows, such as a view of a `Staging`; the returned records are then a view of it.
         """
-        records, seen, wait = self._begin(rows, out)
-        if wait is not None:
-            futures.wait([wait.done], timeout=self._patience_s(deadline_ns))
-            self._waited(wait)
-        return self._finish(records, seen)
+        return self._got(*self._begin(rows, out), deadline_ns)
 
     async def get_many_async(
         self, rows: Int32, deadline_ns: int | None = None, out: npt.NDArray[Any] | None = None
@@ -181,6 +194,11 @@ class FeatureCache:
             await asyncio.wait([asyncio.wrap_future(wait.done)], timeout=self._patience_s(deadline_ns))
             self._waited(wait)
         return self._finish(records, seen)
+
+    def get_again(self, rows: Int32) -> Features:
+        """As `get_many`, of rows whose records went from the pages in which a get found them: none is looked for there,
+        so that those which the store gives in time are in the answer."""
+        return self._got(*self._begin(rows, None, gone=True), None)
 
     def counts(self) -> Counts:
         """The counters, as a copy."""
@@ -201,7 +219,15 @@ class FeatureCache:
         self._store.close()
         return not any(thread.is_alive() for thread in self._threads)
 
-    def _begin(self, rows: Int32, out: npt.NDArray[Any] | None) -> tuple[UInt8, UInt8, _Wait | None]:
+    def _got(self, records: UInt8, seen: UInt8, wait: _Wait | None, deadline_ns: int | None) -> Features:
+        if wait is not None:
+            futures.wait([wait.done], timeout=self._patience_s(deadline_ns))
+            self._waited(wait)
+        return self._finish(records, seen)
+
+    def _begin(
+        self, rows: Int32, out: npt.NDArray[Any] | None, gone: bool = False
+    ) -> tuple[UInt8, UInt8, _Wait | None]:
         """Read records and states from the cache, start the needed fetches, and say what to wait for."""
         shape = (len(rows), self.schema.record_bytes)
         records = np.empty(shape, np.uint8) if out is None else out.view(np.uint8)
@@ -209,6 +235,8 @@ class FeatureCache:
         now_ns = self._clock()
         with self._lock:
             may_fetch = self._queued < MAX_QUEUED and not self._closed.is_set()
+            if gone:
+                self._memory.forget(rows)
             got = self._memory.get(rows, now_ns, may_fetch, records)
             if self._waits and len(got.old):
                 wait = self._wait(got, records)
@@ -231,7 +259,7 @@ class FeatureCache:
             thread.start()
 
     def _wait(self, got: Got, records: UInt8) -> _Wait | None:
-        wait = _Wait(records, got.seen)
+        wait = _Wait(records, got.seen, self.schema.default)
         for place, slot, state in zip(got.old.tolist(), got.slots.tolist(), got.states.tolist(), strict=True):
             if state in self._waits:
                 self._waiting.setdefault(slot, []).append((wait, place))
@@ -263,10 +291,13 @@ class FeatureCache:
             numa.bind_thread()
         while slots := self._gather():
             # A pending item keeps its slot.
-            items = [self._item_ids[row] for row in self._memory.rows(slots)]
+            rows = self._memory.rows(slots)
+            items = [self._item_ids[row] for row in rows]
             ends: Sequence[End] = [FAILED] * len(slots)
             try:
                 ends = self._fetch(items)
+                if self._keep is not None:
+                    self._keep(rows, ends)
             except Exception:
                 _log.exception("a fetch of %d items' features failed", len(items))
             for start in range(0, len(slots), COMMITTED):

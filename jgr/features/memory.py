@@ -209,7 +209,18 @@ class Memory:
         self._expires_ns[at] = now_ns + np.where(there, ttl_ns, self._absent_ttl_ns)
         self._records[at[~there]] = self._default
         values = b"".join([end for end in ends if isinstance(end, bytes)])
-        self._records[at[there]] = np.frombuffer(values, np.uint8).reshape(-1, len(self._default))
+        self._records[at[there]] = np.frombuffer(values, np.uint8).reshape(
+            np.count_nonzero(there), len(self._default)
+        )
+
+    def forget(self, rows: Int32) -> None:
+        """The records of rows [n] are lost, where there were some. A fetch under way goes on."""
+        slots = self._slots[rows]
+        slots = slots[self._found[slots]]
+        pending = self._state[slots] == State.STALE_PENDING
+        self._state[slots] = np.where(pending, State.PENDING, State.ABSENT)
+        self._found[slots] = False
+        self._expires_ns[slots] = 0
 
     def state(self, row: int, now_ns: int) -> State:
         """The state of a row's item; this does not count as a use."""

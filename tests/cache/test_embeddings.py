@@ -35,6 +35,8 @@ VALUES: dict[str, npt.NDArray[Any]] = {
     "half": RNG.standard_normal((90, 16), np.float32).astype(np.float16),  # 32
 }
 TABLES = {name: Table(len(of), of.shape[1], of.dtype) for name, of in VALUES.items()}
+RECORDS = 24
+ALL_TABLES = TABLES | {"records": Table(RECORDS, 16, np.dtype(np.uint32), brought="a schema")}
 
 
 class Source:
@@ -81,6 +83,12 @@ def right(cache: EmbeddingCache, table: str, rows: list[int]) -> None:
 
 USERS = st.integers(0, 7)
 ROWS = st.lists(st.integers(0, 89), min_size=1, max_size=BATCH)
+RECORD_ROWS = st.builds(
+    lambda first, count: [(first + at) % RECORDS for at in range(count)],
+    st.integers(0, RECORDS - 1),
+    st.integers(8, BATCH),
+)
+"""Most of all records, so that they come anew and are read while they stand there."""
 LIMITED = PAGES - 2  # of the border; the other two are for items alone
 WINDOW, GROWTH = 6, 2
 KEPT = {
@@ -127,10 +135,11 @@ class Pool(RuleBasedStateMachine):
     @initialize(embeddings=st.integers(1, LIMITED))
     def begin(self, embeddings: int) -> None:
         self.source, self.pages = Source(), Pages(PAGES, PAGE_BYTES)
-        self.cache = EmbeddingCache(POOL, TABLES, self.source, clock=lambda: NOW[0])
+        self.cache = EmbeddingCache(POOL, ALL_TABLES, self.source, clock=lambda: NOW[0])
         self.cache._programs, self.cache._zeros = PROGRAMS, ZEROS
-        for table in TABLES:
+        for table in ALL_TABLES:
             self.cache.compile(table, BATCH)
+        self.brought: dict[int, int] = {}
         self.meta = CacheMeta(self.pages, {"user": VIEW.room, "item": Room(PAGE_BYTES // 4)}, moving=True)
         self.meta.renew(POOL.epoch)
         self.meta.set_limit("item", 2)
@@ -189,6 +198,40 @@ class Pool(RuleBasedStateMachine):
     @rule(table=st.sampled_from(list(TABLES)), rows=ROWS)
     def rows(self, table: str, rows: list[int]) -> None:
         right(self.cache, table, rows)
+
+    @rule(rows=RECORD_ROWS, value=st.integers(1, 2**31))
+    def bring(self, rows: list[int], value: int) -> None:
+        """Records of the feature store come, for the first time or anew."""
+        self.brought |= {row: value + row for row in rows}
+        self.cache.put("records", np.array(rows, np.int64), self.words(rows)[: len(rows)])
+        self._read_records(rows, keeps=True)
+
+    @rule(rows=RECORD_ROWS, moved=st.integers(0, LIMITED), keeps=st.booleans())
+    def read_records(self, rows: list[int], moved: int, keeps: bool) -> None:
+        """As a request does: look, and read when pages have moved meanwhile; what came with it is at hand (keeps)."""
+        self._read_records(rows, keeps, moved)
+
+    def _read_records(self, rows: list[int], keeps: bool, moved: int | None = None) -> None:
+        asked, known = batch(rows), np.zeros(BATCH, bool)
+        known[: len(rows)] = [row in self.brought for row in rows]
+        here = np.zeros(BATCH, bool)
+        here[: len(rows)] = self.cache.here("records", np.array(rows, np.int32))
+        assert not (here & ~known).any()
+        if moved is not None:
+            self.border.set_limit(moved)
+        sent = known & ~here if keeps else np.zeros(BATCH, bool)
+        found = self.cache.records("records", asked, self.words(rows), here, sent)
+        if found.words is None:
+            assert here[found.gone].all() and len(found.gone)
+        else:
+            wanted = np.where((here | sent)[:, None], self.words(rows), 0)
+            np.testing.assert_array_equal(np.asarray(found.words), wanted)
+
+    def words(self, rows: list[int]) -> npt.NDArray[np.uint32]:
+        """The newest record of each row, [BATCH, 16]."""
+        found = np.zeros((BATCH, 16), np.uint32)
+        found[: len(rows)] = np.array([self.brought.get(row, 0) for row in rows])[:, None] + np.arange(16)
+        return found
 
     @rule(user=USERS, more=st.integers(1, GROWTH + 1))
     def grow(self, user: int, more: int) -> None:

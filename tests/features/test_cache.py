@@ -212,6 +212,15 @@ def test_not_found_is_remembered_for_a_short_time() -> None:
         assert (cache.counts().not_found, cache.counts().missing) == (1, 3)
 
 
+def test_who_waited_and_heard_that_there_is_none_is_not_given_the_stale_record() -> None:
+    store, clock = FakeStore({"a": record(1)}), Clock()
+    with cached(store, "synchronous", clock) as cache:
+        assert served(cache.get_many(rows("a"))) == [(1, FRESH)]
+        clock.now = 67 * S
+        del store.values["a"]
+        assert served(cache.get_many(rows("a"))) == [(0, MISSING)]
+
+
 @pytest.mark.parametrize("error", [StoreError("down"), RuntimeError("a defect of the store")])
 def test_failures_keep_what_is_stale_and_are_tried_again(error: Exception) -> None:
     store, clock = FakeStore({"a": record(1)}), Clock()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The series of embeddings whose rows are in pages of the pool."""
+"""The series of rows in pages of the pool: embeddings, and records of features where they stand there too."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ ROW_EVENTS = (
 )  # fmt: skip
 TEXTS = {
     "jgr_embedding_rows": (
-        "Rows of embedding tables, by table and event: found on the device or not, counted once for each batch; past "
-        "the pool; filled ahead; evicted, and those of them still in use (collateral); read from shards, or failed."
+        "Rows of tables (items: embeddings; features: records), by table and event: found on the device or not, "
+        "counted once for each batch, of features for each request; past the pool; filled ahead; evicted, and those of "
+        "them still in use (collateral); read from shards, or failed."
     ),
-    "jgr_embedding_bytes": "Bytes of rows that were sent to the device since batches missed them, by table.",
-    "jgr_embedding_resident": "Rows of embedding tables on the device, by table.",
+    "jgr_embedding_bytes": (
+        "Bytes of rows that were sent to the device since they were missed, and of refreshed records, by table."
+    ),
+    "jgr_embedding_resident": "Rows of tables on the device, by table.",
     "jgr_border_pages": "Pages of the pool for rows: held, empty, wanted by the border, and the model's part in all.",
     "jgr_border_moves": "Moves of the border, and pages that changed sides.",
 }

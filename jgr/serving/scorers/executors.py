@@ -35,6 +35,8 @@ from jgr.cache.embeddings import EmbeddingCache
 from jgr.cache.entries import Stored
 from jgr.cache.pool import UserView
 from jgr.features import numa
+from jgr.features.memory import MISSING
+from jgr.features.paged import PagedRecords
 from jgr.models import item_tables
 from jgr.models.params import PyTree
 from jgr.serving.engine.compilation import check_scores, preparing, telling
@@ -77,12 +79,14 @@ class PartWork:
     """Candidates to score. rows: [c] int32, with c at most the executor's size.
 
     user: the user's block where this part is to compute the user as well; else the state that a ReadWork gave. records:
-    [c] feature records of the schema; None where there is none.
+    [c] feature records of the schema; None where there is none. found: [c] their states, see `Features`, where records
+    are in pages of the pool: the run writes to both what it must ask the store for again.
     """
 
     rows: Int32
     user: Any
     records: npt.NDArray[np.void] | None = None
+    found: UInt8 | None = None
 
 
 class Read(NamedTuple):
@@ -122,7 +126,8 @@ class PartExecutors(Executors, Protocol):
 class Executor:
     """One size's program with buffers of its own. Not thread-safe: its thread alone calls `run`.
 
-    embeddings: where the rows are gathered that each run is given; None: they are among the parameters.
+    embeddings: where the rows are gathered that each run is given; None: they are among the parameters. records: where
+    those of candidates are gathered; None: they are in the part's buffer.
     """
 
     def __init__(
@@ -131,8 +136,10 @@ class Executor:
         size: int,
         states: UserView | None,
         embeddings: EmbeddingCache | None = None,
+        records: PagedRecords | None = None,
     ) -> None:
         self.size, self._programs, self._states, self._embeddings = size, programs, states, embeddings
+        self._records = records
         self.reset()
 
     def reset(self) -> None:
@@ -217,19 +224,23 @@ class Executor:
             program = programs.part(self.size, work.user)
         views = self._staging.views()
         views["candidates"][:count], views["candidates"][count:] = work.rows, -1
-        if work.records is not None:
+        apart: tuple[jax.Array, ...] = ()
+        if work.records is not None and self._records is not None:
+            assert work.found is not None
+            apart = (self._records.given(work.rows, work.records, work.found, self.size),)
+        elif work.records is not None:
             views["records"][:count] = work.records.view(np.uint32).reshape(count, -1)
         if whole:
             views["user"][:] = work.user.view(np.uint32)
         params = self._params(work.user if whole else None, work.rows)
-        self._out = self._staging.run(program, params, None if whole else work.user, self._out)
+        self._out = self._staging.run(program, params, None if whole else work.user, self._out, *apart)
         return self._out
 
 
 class ScorerExecutors:
     """The executors of one engine, `number` of each size, each with a thread.
 
-    states: the cells of kept users, for `cache`. embeddings: see `Executor`.
+    states: the cells of kept users, for `cache`. embeddings, records: see `Executor`.
     bind: whether threads are bound to the accelerator's NUMA node
     (FLAME-5).
     """
@@ -240,11 +251,12 @@ class ScorerExecutors:
         number: int,
         states: UserView | None = None,
         embeddings: EmbeddingCache | None = None,
+        records: PagedRecords | None = None,
         *,
         bind: bool = False,
     ) -> None:
         self.programs, self.states, self._bind = programs, states, bind
-        self.embeddings = embeddings
+        self.embeddings, self.records = embeddings, records
         self.sizes = tuple(size for size in programs.layouts for _ in range(number))
         self.costs: Mapping[int, float] = {size: float(size) for size in programs.sizes}
         self.whole: Mapping[int, float] = {}
@@ -283,11 +295,16 @@ class ScorerExecutors:
         if self.embeddings is not None:
             for count in programs.counts:
                 self.embeddings.compile(item_tables.NAME, count)
+        if self.records is not None:
+            for size in programs.sizes:
+                self.records.compile(size)
         progress(0, len(programs.layouts), "")
         for done, size in enumerate(programs.layouts, 1):
             programs.compile(size)
             own = [
-                Executor(programs, size, self.states, self.embeddings) for each in self.sizes if each == size
+                Executor(programs, size, self.states, self.embeddings, self.records)
+                for each in self.sizes
+                if each == size
             ]
             self._executors += own
             if size == USER_PART:
@@ -313,12 +330,13 @@ class ScorerExecutors:
         """Parts of a size to be timed, by their kind and the events of the user. users: states, or blocks."""
         programs, found = self.programs, dict[tuple[str, int], PartWork]()
         rows, records = np.arange(size, dtype=np.int32) % programs.items, programs.default_records(size)
+        missing = np.full(size, MISSING, np.uint8) if programs.apart else None
         longest = max(users)
         for events, user in users.items():
             if events == longest or programs.forms > 1:  # else all lengths have the same program
-                found["part", events] = PartWork(rows, user, records)
+                found["part", events] = PartWork(rows, user, records, missing)
         if programs.may_be_whole:
-            found["whole", longest] = PartWork(rows, self._full(longest), records)
+            found["whole", longest] = PartWork(rows, self._full(longest), records, missing)
         return found
 
     def _keep_costs(self, seconds: Mapping[tuple[str, int, int], float]) -> None:

@@ -24,7 +24,9 @@ from jgr.catalog.catalog import Catalog
 from jgr.config import Config, ConfigError
 from jgr.features.addresses import open_store
 from jgr.features.cache import FeatureCache
+from jgr.features.paged import PagedRecords
 from jgr.features.schema import Schema
+from jgr.features.stores import FeatureStore
 from jgr.models import scorers
 from jgr.models.devices import ONE, Devices
 from jgr.models.model_files import ModelFiles
@@ -76,6 +78,10 @@ def load_scorer(folder: Path, config: Config, devices: Devices = ONE) -> ScorerM
     paged = config.embeddings.tables == "paged"
     if paged and devices.count > 1:
         raise ConfigError("embeddings.tables: paged rows are for one device, not model.tensor_parallel")
+    if config.features.tables == "paged" and not paged:
+        raise ConfigError(
+            "features.tables: paged records stand in the pages of embeddings' rows, and need embeddings.tables=paged"
+        )
     if paged and config.executors.build == "op_by_op":
         raise ConfigError(
             "embeddings.tables: paged rows are for compiled programs, not executors.build=op_by_op"
@@ -140,8 +146,8 @@ def _make_engine(
 ) -> Engine[ServedScorer]:
     settings = config.executors
     needs = scorers.scorer(model.cfg).needs(model.cfg)
-    features = _open_features(config, needs, catalog, undo)
-    schema = None if features is None else features.schema
+    store, schema = _open_features(config, needs, undo) or (None, None)
+    apart = config.features.tables == "paged"
     if like is not None and like.programs.schema == schema:
         programs = like.programs
     else:
@@ -157,6 +163,7 @@ def _make_engine(
                 memory.devices_of(config),
                 config.embeddings.tables == "paged",
                 settings.history_lengths,
+                apart,
             )
         except HistoryIsWhole as error:
             raise ConfigError(f"executors.growth: {error}") from None
@@ -196,13 +203,20 @@ def _make_engine(
     if programs.paged:
         table = open_items(model.folder, model.files, model.cfg)
         users = None if lease is None or states is None else (lease.held, states)
-        paging = make_paging(table, config, memory, model.revision, programs.counts[-1], users)
+        records_of = schema if apart else None
+        paging = make_paging(table, config, memory, model.revision, programs.counts[-1], users, records_of)
         undo.callback(paging.close)
+    features, records = None, None
+    if store is not None and schema is not None:
+        pages = paging.rows if apart and paging is not None else None
+        features = FeatureCache(store, schema, catalog.item_ids, config.features, pages=pages)
+        records = None if pages is None else PagedRecords(pages, features)
     executors = ScorerExecutors(
         programs,
         settings.number,
         states,
         None if paging is None else paging.rows,
+        records,
         bind=config.features.bind_threads,
     )
     _log.info(
@@ -232,7 +246,7 @@ def _make_engine(
         pool=None if states is None and paging is None else memory.pool,
         memory={
             "weights": tree_bytes(model.params),
-            "features": 0 if features is None else round(config.features.cache_mb * 2**20),
+            "features": 0 if features is None else features.host_bytes,
             "buffers": executors.buffer_bytes,
             **memory.parts(config.model.name),
         },
@@ -288,9 +302,9 @@ def _fit(model: ScorerModel, catalog: Catalog) -> None:
 
 
 def _open_features(
-    config: Config, needs: scorers.Needs, catalog: Catalog, undo: ExitStack
-) -> FeatureCache | None:
-    """The cache of the features that the model reads; None where it reads none, or no store is configured."""
+    config: Config, needs: scorers.Needs, undo: ExitStack
+) -> tuple[FeatureStore, Schema] | None:
+    """The store of the features that the model reads; None where it reads none, or no store is configured."""
     settings = config.features
     if not needs.features:
         return None
@@ -308,4 +322,4 @@ def _open_features(
     for name, width in needs.features:
         if widths.get(name) != width:
             raise ConfigError(f"features.store: the model reads {name}[{width}]; the store has {schema}")
-    return FeatureCache(store, schema, catalog.item_ids, settings)
+    return store, schema

@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,9 @@ from jgr.cache.pool import UserView
 from jgr.cache.refill import RefillBudget
 from jgr.config import Config, ConfigError
 from jgr.embeddings.shards import LocalShard, Shard, Shards
+from jgr.features.paged import NAME as FEATURES
+from jgr.features.paged import table_of
+from jgr.features.schema import Schema
 from jgr.models import item_tables, scorers
 from jgr.models.model_files import ModelFiles
 from jgr.models.scorers import ScorerConfig
@@ -62,7 +65,7 @@ class Paging:
         return found
 
     def missing_ns(self, rows: float) -> float:
-        """What it takes to read so many missing rows, by what it took so far; 0 where none was missing yet."""
+        """What it takes to read so many missing embeddings, by what it took so far; 0 where none was missing yet."""
         counts = self.rows.counts(item_tables.NAME)
         read = counts.get("bytes", 0) / self.rows.tables[item_tables.NAME].row_bytes
         return counts.get("read_ns", 0) / read * rows if read else 0.0
@@ -73,7 +76,7 @@ class Paging:
         tables = {
             name: {
                 **rows.counts(name),
-                **self.source.counts[name],
+                **self.source.counts.get(name, {}),
                 "resident": rows.pages.resident(name),
             }
             for name in rows.tables
@@ -124,10 +127,13 @@ def make_control(
             f"memory.controller ({settings.controller}) moves the border between embedding rows and kept users: it "
             "needs embeddings.tables=paged and executors.share_user=cache"
         )
-    border, page = paging.border, paging.rows.pool.page_bytes
+    border, rows, page = paging.border, paging.rows, paging.rows.pool.page_bytes
     limits = Limits(settings.least, settings.most, settings.split, settings.limit_ms)
     require_room(limits, border.total * page, (border.total - border.most) * page, border.least * page)
-    counts = partial(paging.rows.counts, item_tables.NAME)
+
+    def counts() -> Mapping[str, int]:
+        return sum((Counter(rows.counts(name)) for name in rows.tables), Counter())
+
     return BorderControl(make_controller(settings), border, settings, counts, clock)
 
 
@@ -138,19 +144,25 @@ def make_paging(
     revision: str,
     largest: int,
     users: tuple[CacheMeta, UserView] | None,
+    schema: Schema | None = None,
 ) -> Paging:
     """Put the rows of a table into the model's pages. largest: rows of the largest batch. users: those that have the
-    other pages, and the view of their cells; None: no users are kept.
+    other pages, and the view of their cells; None: no users are kept. schema: of records that stand there too.
 
-    ConfigError where the pages are too few for a batch, or too small for a row.
+    ConfigError where the pages are too few for a batch, or too small for a row, and where an engine that runs has
+    records of another schema there.
     """
     header, pages, name = table.header, memory.pages, config.model.name
-    of = Table(header.rows, header.width, header.numpy_dtype)
-    if of.row_bytes > pages.page_bytes or of.row_bytes % 4:
-        raise ConfigError(
-            f"cache.page_kb: pages of {pages.page_bytes} bytes, but a row of {item_tables.NAME} has {of.row_bytes}, "
-            "which must be at most a page's and whole words of 4"
-        )
+    tables = {item_tables.NAME: Table(header.rows, header.width, header.numpy_dtype)}
+    batches = {item_tables.NAME: largest}
+    if schema is not None:
+        tables[FEATURES], batches[FEATURES] = table_of(schema, header.rows), max(config.executors.sizes)
+    for called, of in tables.items():
+        if of.row_bytes > pages.page_bytes or of.row_bytes % 4:
+            raise ConfigError(
+                f"cache.page_kb: pages of {pages.page_bytes} bytes, but a row of {called} has {of.row_bytes}, "
+                "which must be at most a page's and whole words of 4"
+            )
 
     def make() -> Border:
         shards = Shards({item_tables.NAME: shards_of(table, config)})
@@ -158,12 +170,12 @@ def make_paging(
         host = memory.host
         rows = EmbeddingCache(
             memory.pool,
-            {item_tables.NAME: of},
+            tables,
             shards,
             catch_up=(lambda: None) if host is None else host.catch_up,
             budget=budget,
         )
-        least = -(-largest // (pages.page_bytes // of.row_bytes))
+        least = sum(-(-batches[of] // rows.pages.per_page(of)) for of in tables)
         meta, view = users or (None, None)
         one_user = 0
         if view is not None:
@@ -184,4 +196,11 @@ def make_paging(
     rows = lease.held.rows
     assert isinstance(rows, EmbeddingCache)
     assert isinstance(rows.source, Shards)
+    if rows.tables != tables:
+        had = rows.tables[FEATURES].brought if FEATURES in rows.tables else "none"
+        lease.close()
+        raise ConfigError(
+            f"features.store: its schema is {schema} now; the model that is served has records of {had} in the pool's "
+            "pages, and another schema needs a start of the server"
+        )
     return Paging(lease, rows, rows.source)

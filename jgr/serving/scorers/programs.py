@@ -69,7 +69,8 @@ class Programs:
     operation after the other. Raises HistoryIsWhole where the model's users cannot grow, ConfigError where it has no
     such build. devices: those that share the model; all else than its items is whole on each of them. paged: whether
     the items' embeddings are given to each run as the rows that it reads, in order: a history's, then candidates'.
-    lengths: see `scorers.windows`; for kept users alone.
+    lengths: see `scorers.windows`; for kept users alone. apart: whether parts are given their candidates' records as an
+    array on the device, beside their buffer and not in it.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class Programs:
         devices: Devices = ONE,
         paged: bool = False,
         lengths: Sequence[int] = (),
+        apart: bool = False,
     ) -> None:
         self.items, self.devices, self.paged = cfg.n_items, devices, paged
         self._model, self._cfg, self._build = scorers.scorer(cfg, build), cfg, build
@@ -91,10 +93,12 @@ class Programs:
         self._specs = self._model.spec(cfg) if paged else None
         self.needs: Needs = self._model.needs(cfg)
         self.sizes, self.share, self.schema = tuple(sizes), share, schema
+        self.apart = apart and schema is not None
+        packed = None if self.apart else schema
         self.user = user_layout(self.needs)
         block = None if share == "cache" else self.user
         self.layouts: dict[int, BufferLayout] = {} if share == "part" else {USER_PART: self.user}
-        self.layouts |= {size: part_layout(block, schema, size) for size in self.sizes}
+        self.layouts |= {size: part_layout(block, packed, size) for size in self.sizes}
         # A part with its user in it, of executors that share users otherwise.
         self.may_be_whole = share == "request"
         kept = keeping(cfg, build) if share == "cache" else None
@@ -111,8 +115,8 @@ class Programs:
         self._whole: dict[int, Program] = {}
 
     def __getitem__(self, size: int) -> Program:
-        """The program of a size for users of any length: (words, params, state, out) -> scores [1, m, P]; of USER_PART:
-        (words, params) -> kept."""
+        """The program of a size for users of any length: (words, params, state, out) -> scores [1, m, P], and with
+        records [m, words] after these where they are `apart`; of USER_PART: (words, params) -> kept."""
         return self._compiled[size]
 
     @property
@@ -225,7 +229,11 @@ class Programs:
         out = self._placed(jax.ShapeDtypeStruct(self.out_shape(size), np.float32))
         params = self.shaped(size + (self.needs.max_items if state is None else 0))
         score = partial(self._score, layout, cfg)
-        return self._make(f"score {size}", cfg, score, words, params, state, out, donate=(3,))
+        records: tuple[jax.ShapeDtypeStruct, ...] = ()
+        if self.apart:
+            assert self.schema is not None
+            records = (jax.ShapeDtypeStruct((size, self.schema.record_bytes // 4), np.uint32),)
+        return self._make(f"score {size}", cfg, score, words, params, state, out, *records, donate=(3,))
 
     def _placed(self, shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         if self.devices.count == 1:
@@ -238,7 +246,7 @@ class Programs:
         if self._build == "op_by_op":
             return call
         # All that `call` takes from this object, so that a reload finds the programs of the weights before it.
-        key = name, cfg, self._build, self.share, self.schema, self.growth, self.paged
+        key = name, cfg, self._build, self.share, self.schema, self.growth, self.paged, self.apart
         return compiled(call, *arguments, key=key, donate=donate, keep_unused=True)
 
     def _users(self, words: jax.Array, events: int) -> Users:
@@ -267,8 +275,11 @@ class Programs:
         params: PyTree,
         state: PyTree,
         out: jax.Array,
+        records: jax.Array | None = None,
     ) -> jax.Array:
         inputs = layout.unpack(words)
+        if records is not None:
+            inputs["records"] = records
         asked = read_candidates(inputs, self.needs, self.schema)
         if self.paged:
             rows = asked.rows

@@ -23,6 +23,7 @@ from jgr.cache.pool import DevicePool
 from jgr.catalog.catalog import Catalog
 from jgr.config import Config
 from jgr.features.cache import FeatureCache
+from jgr.features.memory import MISSING
 from jgr.serving.api import Answer, Item, ModelInfo, Request, Reuse
 from jgr.serving.degrading import smaller
 from jgr.serving.engine.contract import make_ordering
@@ -159,6 +160,8 @@ class ServedScorer:
         got = await self.features.get_many_async(task.rows, by_ns)
         task.usage.feature_missing, task.usage.feature_stale = got.missing, got.stale
         task.records, task.ready_ns = got.records, self.clock()
+        if self.config.features.tables == "paged":
+            task.found = got.states
 
     def begin(self, start: Start, tasks: Sequence[ScorerTask]) -> ReadWork | PartWork:
         (work,), (task,) = start.work, tasks
@@ -172,7 +175,9 @@ class ServedScorer:
             return ReadWork(task.block, work.place, work.before)
         assert isinstance(work, Candidates)
         here = slice(work.first, work.first + work.count)
-        return PartWork(task.rows[here], task.state, None if task.records is None else task.records[here])
+        records = None if task.records is None else task.records[here]
+        found = None if task.found is None else task.found[here]
+        return PartWork(task.rows[here], task.state, records, found)
 
     def take(self, start: Start, tasks: Sequence[ScorerTask | None], outcomes: Sequence[Any]) -> None:
         (work,), (task,), (outcome,) = start.work, tasks, outcomes
@@ -194,6 +199,8 @@ class ServedScorer:
         task.scores[work.first : work.first + work.count] = outcome
         assert task.usage.parts is not UNSET
         task.usage.parts += 1
+        if task.found is not None:  # some may have gone from the pages since they were looked up
+            task.usage.feature_missing = int((task.found == MISSING).sum())
 
     def explain(self, task: ScorerTask) -> list[Reuse]:
         return self.translator.explain(task, task.kept)

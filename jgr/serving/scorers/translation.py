@@ -63,6 +63,7 @@ class ScorerTask:
     summed for the order. scores: [n, P] float32, filled part by part. state: what its parts are given of the user: the
     block, until a run has made more of it. records: the candidates' features, once they are there. arrival_ns: when it
     came in. ready_ns: since when its next run waits for executors only. kept: whether the user's part is in the cache.
+    found: [n] states of the records where these are in pages, which runs write to as well.
     """
 
     request: RankRequest | Prefill
@@ -75,6 +76,7 @@ class ScorerTask:
     scores: Float32
     state: Any
     records: npt.NDArray[np.void] | None = None
+    found: UInt8 | None = None
     arrival_ns: int = 0
     ready_ns: int = 0
     kept: bool = False
