@@ -77,12 +77,14 @@ class PartWork:
     """Candidates to score. rows: [c] int32, with c at most the executor's size.
 
     user: the user's block where this part is to compute the user as well; else the state that a ReadWork gave. records:
-    [c] feature records of the schema; None where there is none.
+    [c] feature records of the schema; None where there is none. ages: [c] int32, see `models.scorers.Candidates`; None:
+    no candidate is in the history, or the model does not read them.
     """
 
     rows: Int32
     user: Any
     records: npt.NDArray[np.void] | None = None
+    ages: Int32 | None = None
 
 
 class Read(NamedTuple):
@@ -219,6 +221,10 @@ class Executor:
         views["candidates"][:count], views["candidates"][count:] = work.rows, -1
         if work.records is not None:
             views["records"][:count] = work.records.view(np.uint32).reshape(count, -1)
+        if programs.needs.repeats:
+            views["ages"][:] = -1
+            if work.ages is not None:
+                views["ages"][:count] = work.ages
         if whole:
             views["user"][:] = work.user.view(np.uint32)
         params = self._params(work.user if whole else None, work.rows)

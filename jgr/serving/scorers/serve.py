@@ -172,7 +172,9 @@ class ServedScorer:
             return ReadWork(task.block, work.place, work.before)
         assert isinstance(work, Candidates)
         here = slice(work.first, work.first + work.count)
-        return PartWork(task.rows[here], task.state, None if task.records is None else task.records[here])
+        records = None if task.records is None else task.records[here]
+        ages = None if task.ages is None else task.ages[here]
+        return PartWork(task.rows[here], task.state, records, ages)
 
     def take(self, start: Start, tasks: Sequence[ScorerTask | None], outcomes: Sequence[Any]) -> None:
         (work,), (task,), (outcome,) = start.work, tasks, outcomes
