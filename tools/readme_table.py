@@ -72,6 +72,7 @@ MODELS: Mapping[str, Model] = {
     "beauty-given-ids": Model("Amazon Beauty", GENERATOR, "published ids"),
     "hstu-counting-beauty": Model("Amazon Beauty", SCORER, "HSTU"),
     "informed-beauty": Model("Amazon Beauty", SCORER, "HSTU with texts"),
+    "informed-beauty_repeats": Model("Amazon Beauty", SCORER, "HSTU with texts and weights for the history"),
     "industrial": Model("Amazon Industrial", GENERATOR),
     "hstu-industrial": Model("Amazon Industrial", SCORER, "HSTU, tuned"),
     "hstu-counting-industrial": Model("Amazon Industrial", SCORER, "HSTU"),

@@ -82,6 +82,9 @@ class TrainConfig:
     # Files of item vectors (.npy, as `jgr vectors` writes them), separated by commas, of which a retriever's item
     # embeddings are made together with a row of each item's own; empty: of such rows alone.
     item_vectors: str = ""
+    # Whether a retriever learns a weight for items of the history by how long ago they stand there: where people take
+    # things again, or never do.
+    repeats: bool = False
     times: bool = False  # whether hstu's attention bias depends on times too; the dataset must have them
     # Whether a retriever learns the validation targets as well, as in HSTU's recipe; then nothing can be validated.
     learn_valid: bool = False
@@ -135,6 +138,7 @@ class TrainConfig:
         require(
             not self.item_vectors or informed, f"train.item_vectors: train.model={self.model} is no retriever"
         )
+        require(not self.repeats or informed, f"train.repeats: train.model={self.model} is no retriever")
         smooths = self.model == "generator"
         require(
             not self.label_smoothing or smooths, f"train.label_smoothing: train.model={self.model} has none"

@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 
 from jgr.config import ConfigError, TrainConfig
+from jgr.models import repeats
 from jgr.models.params import Spec
 from jgr.models.sasrec import NORM_EPS, Dropout
 from jgr.ops import split
@@ -50,6 +51,7 @@ class HstuConfig:
 
     length: N. bias: what a logit's bias depends on; "times": on positions and times. concat_ua: whether W_o takes
     [u, o', u * o'], with the normalised o', rather than u * o'. activated: whether silu is applied to u, v, q and k.
+    repeats: whether items of the history have weights by their age, see jgr.models.repeats.
     """
 
     n_items: int
@@ -64,6 +66,7 @@ class HstuConfig:
     bias: Literal["none", "positions", "times"] = "positions"
     concat_ua: bool = False
     activated: bool = True
+    repeats: bool = False
 
     @classmethod
     def of(cls, train: TrainConfig, n_items: int, items: str) -> HstuConfig:
@@ -76,6 +79,7 @@ class HstuConfig:
         return cls(
             n_items, train.max_items, train.hidden, train.layers, train.heads, width, width,
             train.max_items + EXTRA_POSITIONS, items, "times" if train.times else "positions",
+            repeats=train.repeats,
         )  # fmt: skip
 
     @property
@@ -109,6 +113,7 @@ class HstuParams:
     embed: Any  # [n, D]: a row for each item
     position: Any  # [N, D]: a row for each place of a history
     layers: HstuLayer
+    repeats: Any = None  # [K]: weights of the history's items by their age; None: there are none
 
 
 def spec(cfg: HstuConfig) -> HstuParams:
@@ -125,7 +130,8 @@ def spec(cfg: HstuConfig) -> HstuParams:
         times=Spec((n, 1, BUCKETS), ("layer", "one", "bucket")) if cfg.timed else None,
     )
     position = Spec((cfg.length, hidden), ("positions", "embed"), fan_in=(cfg.length + hidden) // 2)
-    return HstuParams(Spec((cfg.n_items, hidden), ("items", "embed")), position, layers)
+    embed = Spec((cfg.n_items, hidden), ("items", "embed"))
+    return HstuParams(embed, position, layers, repeats.spec(cfg.max_items) if cfg.repeats else None)
 
 
 def standard(x: jax.Array, eps: float = NORM_EPS) -> jax.Array:

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jgr.config import TrainConfig
+from jgr.models import repeats
 from jgr.models.params import Spec
 from jgr.models.sasrec import Dropout, layer_norm
 from jgr.ops import split
@@ -36,7 +37,10 @@ GOLDEN = (5**0.5 - 1) / 2
 
 @dataclass(frozen=True)
 class LruRecConfig:
-    """Architecture only. items: what `items_digest` gives for the catalog whose rows it embeds."""
+    """Architecture only. items: what `items_digest` gives for the catalog whose rows it embeds.
+
+    repeats: whether items of the history have weights by their age, see jgr.models.repeats.
+    """
 
     n_items: int
     max_items: int
@@ -44,11 +48,12 @@ class LruRecConfig:
     layers: int
     mlp: int
     items: str
+    repeats: bool = False
 
     @classmethod
     def of(cls, train: TrainConfig, n_items: int, items: str) -> LruRecConfig:
         """The LRURec that a TrainConfig describes; the fields about heads are not read."""
-        return cls(n_items, train.max_items, train.hidden, train.layers, train.mlp, items)
+        return cls(n_items, train.max_items, train.hidden, train.layers, train.mlp, items, train.repeats)
 
 
 @jax.tree_util.register_dataclass
@@ -75,6 +80,7 @@ class LruRecParams:
     bias: Any  # [n]: added to each item's score
     norm: Any  # [2, D]: norm of the embedded history
     layers: LruRecLayer
+    repeats: Any = None  # [K]: weights of the history's items by their age; None: there are none
 
 
 def spec(cfg: LruRecConfig) -> LruRecParams:
@@ -101,6 +107,7 @@ def spec(cfg: LruRecConfig) -> LruRecParams:
         Spec((cfg.n_items,), ("items",), "zeros"),
         Spec((2, hidden), ("norm", "embed"), "zeros"),
         layers,
+        repeats.spec(cfg.max_items) if cfg.repeats else None,
     )
 
 

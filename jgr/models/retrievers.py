@@ -25,7 +25,7 @@ import numpy.typing as npt
 from jgr.config import TrainConfig, UserError
 from jgr.data.interactions import Ragged
 from jgr.fields import one_line
-from jgr.models import checkpoint, hstu, item_tables, lru_rec, sasrec
+from jgr.models import checkpoint, hstu, item_tables, lru_rec, repeats, sasrec
 from jgr.models.config_file import read_object, scorer_config
 from jgr.models.hstu import HstuConfig, HstuParams
 from jgr.models.lru_rec import LruRecConfig, LruRecParams
@@ -128,7 +128,10 @@ def scores_after(
     last = jnp.maximum((rows >= 0).sum(axis=1) - 1, 0)
     embed, bias = model.output(params)
     scores = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0] @ embed.T
-    return scores if bias is None else scores + bias
+    scores = scores if bias is None else scores + bias
+    if params.repeats is None:
+        return scores
+    return repeats.add_to_all(scores, params.repeats, repeats.window(rows), last)
 
 
 @functools.partial(jax.jit, static_argnames=("cfg", "k", "exclude_seen"))

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from jgr.config import ConfigError, TrainConfig
+from jgr.models import repeats
 from jgr.models.params import Spec
 from jgr.ops import split
 from jgr.ops.dense import dense
@@ -33,7 +34,10 @@ NORM_EPS = 1e-6
 
 @dataclass(frozen=True)
 class SasrecConfig:
-    """Architecture only. items: what `items_digest` gives for the catalog whose rows it embeds."""
+    """Architecture only. items: what `items_digest` gives for the catalog whose rows it embeds.
+
+    repeats: whether items of the history have weights by their age, see jgr.models.repeats.
+    """
 
     n_items: int
     max_items: int
@@ -42,6 +46,7 @@ class SasrecConfig:
     heads: int
     mlp: int
     items: str
+    repeats: bool = False
 
     @classmethod
     def of(cls, train: TrainConfig, n_items: int, items: str) -> SasrecConfig:
@@ -50,7 +55,9 @@ class SasrecConfig:
             raise ConfigError(
                 f"train.hidden ({train.hidden}) must be a multiple of train.heads ({train.heads}) for sasrec"
             )
-        return cls(n_items, train.max_items, train.hidden, train.layers, train.heads, train.mlp, items)
+        return cls(
+            n_items, train.max_items, train.hidden, train.layers, train.heads, train.mlp, items, train.repeats
+        )
 
 
 @jax.tree_util.register_dataclass
@@ -77,6 +84,7 @@ class SasrecParams:
     position: Any  # [N, D]: a row for each place of a history
     layers: SasrecLayer
     norm: Any  # [2, D]: the last norm
+    repeats: Any = None  # [K]: weights of the history's items by their age; None: there are none
 
 
 def spec(cfg: SasrecConfig) -> SasrecParams:
@@ -106,6 +114,7 @@ def spec(cfg: SasrecConfig) -> SasrecParams:
         Spec((cfg.max_items, hidden), ("positions", "embed")),
         layers,
         Spec((2, hidden), ("norm", "embed"), "zeros"),
+        repeats.spec(cfg.max_items) if cfg.repeats else None,
     )
 
 

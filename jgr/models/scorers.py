@@ -28,7 +28,7 @@ import numpy.typing as npt
 
 from jgr.config import ConfigError
 from jgr.fields import one_line
-from jgr.models import checkpoint, climber, hstu, item_tables, retrievers, stu_scorer
+from jgr.models import checkpoint, climber, hstu, item_tables, repeats, retrievers, stu_scorer
 from jgr.models.climber import ClimberConfig
 from jgr.models.climber_layers import Build
 from jgr.models.config_file import read_object, scorer_config
@@ -63,11 +63,13 @@ class Users(NamedTuple):
 class Candidates(NamedTuple):
     """The candidates of each user. rows: [B, m] int32, -1 where there is none.
 
-    features: by name, [B, m, width] for each feature that the config names.
+    features: by name, [B, m, width] for each feature that the config names. ages: [B, m] int32, how long ago each
+    stands in its user's history, as `repeats.buckets_of` gives it; None where the model does not read it.
     """
 
     rows: jax.Array
     features: Mapping[str, jax.Array]
+    ages: jax.Array | None = None
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ class Needs:
     max_items: the most events of a history. tasks: the names of a candidate's scores. timed: whether events' times are
     read. dated: whether all that can be kept of a user depends on `now`, so that a kept user serves that second alone.
     actions: number of action bits. slots: number of values of each contextual slot. scenarios: number of scenarios.
-    features: name and width of each feature of a candidate.
+    features: name and width of each feature of a candidate. repeats: whether the ages of candidates are read.
     """
 
     max_items: int
@@ -88,6 +90,7 @@ class Needs:
     slots: tuple[int, ...] = ()
     scenarios: int = 1
     features: tuple[tuple[str, int], ...] = ()
+    repeats: bool = False
 
 
 class Scorer(Protocol):
@@ -160,7 +163,7 @@ class _Retriever:
         return retrievers.retriever(cfg).spec(cfg)
 
     def needs(self, cfg: RetrieverConfig) -> Needs:
-        return Needs(cfg.max_items, timed=retrievers.timed(cfg))
+        return Needs(cfg.max_items, timed=retrievers.timed(cfg), repeats=cfg.repeats)
 
     def read(self, params: Any, cfg: RetrieverConfig, users: Users) -> jax.Array:
         lengths = (users.rows >= 0).sum(axis=1)
@@ -176,6 +179,10 @@ class _Retriever:
         embed, bias = retrievers.retriever(cfg).output(params, rows)
         found = jnp.einsum("bmd,bd->bm", embed, state)
         found = found if bias is None else found + bias
+        if cfg.repeats:
+            if candidates.ages is None:
+                raise ValueError("this model's scores depend on the candidates' ages: they must be given")
+            found = found + repeats.of_candidates(params.repeats, candidates.ages)
         return jnp.where(candidates.rows >= 0, found, 0.0)[..., None]
 
 

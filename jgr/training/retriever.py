@@ -21,12 +21,12 @@ import numpy as np
 from jgr.config import Config, ConfigError
 from jgr.data.datasets import Dataset
 from jgr.data.interactions import Interactions, Ragged
-from jgr.models import checkpoint, retrievers
+from jgr.models import checkpoint, repeats, retrievers
 from jgr.models.params import PyTree
 from jgr.models.retrievers import RetrieverConfig, RetrieverParams, retriever
 from jgr.training import item_embeddings, item_vectors
 from jgr.training.run import Progress, train_to_best
-from jgr.training.softmax import softmax_nats
+from jgr.training.softmax import Repeats, softmax_nats
 from jgr.training.trainer import Loss, dropout
 from jgr.training.windows import Windows
 
@@ -54,11 +54,19 @@ def softmax_loss(
         real = rows[:, 1:] >= 0
         count = real.sum().astype(jnp.float32)
         embed, bias = model.output(weights)
+        seen = None
+        if weights.repeats is not None:
+            seen = repeats.window(rows[:, :-1])
+            of_ages = weights.repeats / temperature
         if negatives == 0:
-            return softmax_nats(hidden, embed, targets, real, bias=bias, groups=devices), count
+            again = None if seen is None else Repeats(of_ages, seen)
+            return softmax_nats(hidden, embed, targets, real, bias=bias, repeats=again, groups=devices), count
         drawn = jax.random.randint(negatives_key, (negatives,), 0, cfg.n_items)
         taken = (hidden * embed[targets]).sum(axis=-1) + (0 if bias is None else bias[targets])
         others = hidden @ embed[drawn].T + (0 if bias is None else bias[drawn])
+        if seen is not None:
+            taken = taken + repeats.of_targets(of_ages, seen, targets)
+            others = others + repeats.of_drawn(of_ages, seen, drawn)
         others = jnp.where(drawn == targets[..., None], -jnp.inf, others)
         if weigh_negatives:  # the target counts once, the drawn items stand for all others
             others = others + jnp.log((cfg.n_items - 1) / negatives)

@@ -11,17 +11,44 @@ Letters: B batch, N positions of a row, V vocabulary, D hidden, G groups.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from jgr.models import repeats as of_history
 from jgr.ops.dispatch import target_platform
 
 CHUNK = 512
 """Positions whose scores are held at once, in all groups together: so many stay in a CPU's cache."""
 GPU_CHUNK = 8192
 """The same on a GPU, where a loop's turn costs more than memory does."""
+
+
+class Repeats(NamedTuple):
+    """Weights of the history's items by their age, see `jgr.models.repeats`: weights [K], window [B, N] each."""
+
+    weights: jax.Array
+    window: of_history.Window
+
+
+class _Chunk(NamedTuple):
+    """What is known of each position, sorted and cut: [chunks, G, positions], or of one chunk.
+
+    at: its number in its group's part of the batch, row by row; None where nobody asks.
+    """
+
+    targets: jax.Array
+    weights: jax.Array
+    at: jax.Array | None
+
+
+class _Shared(NamedTuple):
+    """What all positions learn together: outputs [V, D], bias [V] and weights of repeats [K], or None."""
+
+    outputs: jax.Array
+    bias: jax.Array | None
+    repeats: jax.Array | None
 
 
 def softmax_nats(
@@ -31,13 +58,15 @@ def softmax_nats(
     weights: jax.Array,
     *,
     bias: jax.Array | None = None,
+    repeats: Repeats | None = None,
     groups: int = 1,
 ) -> jax.Array:
     """The sum over all positions of weight * (logsumexp(scores) - score of the target), [] float32.
 
     hidden: [B, N, D] float32; a position's scores are hidden @ outputs.T + bias. outputs: [V, D]. bias: [V]. targets:
-    [B, N] int32 below V. weights: [B, N] bool or float32, without gradient. groups: into how many equal parts the batch
-    is divided for sorting; if it is spread over devices, their number.
+    [B, N] int32 below V. weights: [B, N] bool or float32, without gradient. repeats: what is added to the
+    scores of the items that stand in a row at the position or before it. groups: into how many equal parts the batch is
+    divided for sorting; if it is spread over devices, their number.
     """
 
     def listed(x: jax.Array) -> jax.Array:
@@ -52,50 +81,59 @@ def softmax_nats(
     places = max(1, min(at_once // groups, hidden.shape[0] * hidden.shape[1] // groups))
     weights = jax.lax.stop_gradient(weights.astype(jnp.float32))
     first = jnp.argsort(weights.reshape(groups, -1) == 0, axis=1)
-    return _total(listed(hidden), outputs, bias, listed(targets), listed(weights))
+    at = window = None
+    if repeats is not None:
+        # Each chunk makes what is added from its rows of the window: for all positions it would be [B, N, N].
+        rows, length = hidden.shape[0] // groups, hidden.shape[1]
+        at = listed(jnp.tile(jnp.arange(rows * length), groups).reshape(hidden.shape[:2]))
+        window = of_history.Window(*(x.reshape(groups, rows, length) for x in repeats.window))
+    shared = _Shared(outputs, bias, None if repeats is None else repeats.weights)
+    return _total(listed(hidden), shared, _Chunk(listed(targets), listed(weights), at), window)
 
 
 def _of_chunk(
-    hidden: jax.Array, outputs: jax.Array, bias: jax.Array | None, targets: jax.Array, weights: jax.Array
+    hidden: jax.Array, shared: _Shared, chunk: _Chunk, window: of_history.Window | None
 ) -> jax.Array:
-    scores = hidden @ outputs.T
-    scores = scores if bias is None else scores + bias
-    taken = jnp.take_along_axis(scores, targets[..., None], axis=-1)[..., 0]
-    return (weights * (jax.nn.logsumexp(scores, axis=-1) - taken)).sum()
+    scores = hidden @ shared.outputs.T
+    scores = scores if shared.bias is None else scores + shared.bias
+    if window is not None and chunk.at is not None and shared.repeats is not None:
+        row, place = jnp.divmod(chunk.at, window.rows.shape[-1])
+        own = of_history.Window(*(jnp.take_along_axis(x, row[..., None], 1) for x in window))
+        scores = of_history.add_to_all(scores, shared.repeats, own, place)
+    taken = jnp.take_along_axis(scores, chunk.targets[..., None], axis=-1)[..., 0]
+    return (chunk.weights * (jax.nn.logsumexp(scores, axis=-1) - taken)).sum()
 
 
-Gradients = tuple[jax.Array, jax.Array, jax.Array | None]
-"""Gradients with respect to the sorted hidden states [chunks, G, positions, D], the outputs and the bias."""
+Gradients = tuple[jax.Array, _Shared]
+"""Gradients with respect to the sorted hidden states [chunks, G, positions, D], and to what is shared."""
 
 
 def _value_and_gradients(
-    hidden: jax.Array, outputs: jax.Array, bias: jax.Array | None, targets: jax.Array, weights: jax.Array
+    hidden: jax.Array, shared: _Shared, chunks: _Chunk, window: of_history.Window | None
 ) -> tuple[jax.Array, Gradients]:
-    differentiate = jax.value_and_grad(_of_chunk, (0, 1, 2))
+    differentiate = jax.value_and_grad(_of_chunk, (0, 1))
 
-    def step(total: Any, chunk: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[Any, jax.Array]:
-        h, t, w = chunk
+    def step(total: Any, chunk: tuple[jax.Array, _Chunk]) -> tuple[Any, jax.Array]:
+        h, rest = chunk
 
         def add(total: Any) -> tuple[Any, jax.Array]:
-            nats, (of_hidden, *of_rest) = differentiate(h, outputs, bias, t, w)
-            return jax.tree.map(jnp.add, total, (nats, *of_rest)), of_hidden
+            nats, (of_hidden, of_shared) = differentiate(h, shared, rest, window)
+            return jax.tree.map(jnp.add, total, (nats, of_shared)), of_hidden
 
         def nothing(total: Any) -> tuple[Any, jax.Array]:
             return total, jnp.zeros_like(h)
 
-        result: tuple[Any, jax.Array] = jax.lax.cond((w != 0).any(), add, nothing, total)
+        result: tuple[Any, jax.Array] = jax.lax.cond((rest.weights != 0).any(), add, nothing, total)
         return result
 
-    zero = (jnp.zeros(()), *jax.tree.map(jnp.zeros_like, (outputs, bias)))
-    (nats, of_outputs, of_bias), of_hidden = jax.lax.scan(step, zero, (hidden, targets, weights))
-    return nats, (of_hidden, of_outputs, of_bias)
+    zero = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, shared))
+    (nats, of_shared), of_hidden = jax.lax.scan(step, zero, (hidden, chunks))
+    return nats, (of_hidden, of_shared)
 
 
 @jax.custom_vjp
-def _total(
-    hidden: jax.Array, outputs: jax.Array, bias: jax.Array | None, targets: jax.Array, weights: jax.Array
-) -> jax.Array:
-    return _value_and_gradients(hidden, outputs, bias, targets, weights)[0]
+def _total(hidden: jax.Array, shared: _Shared, chunks: _Chunk, window: of_history.Window | None) -> jax.Array:
+    return _value_and_gradients(hidden, shared, chunks, window)[0]
 
 
 def _backward(gradients: Gradients, cotangent: jax.Array) -> tuple[Any, ...]:

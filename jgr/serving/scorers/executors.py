@@ -80,13 +80,15 @@ class PartWork:
 
     user: the user's block where this part is to compute the user as well; else the state that a ReadWork gave. records:
     [c] feature records of the schema; None where there is none. found: [c] their states, see `Features`, where records
-    are in pages of the pool: the run writes to both what it must ask the store for again.
+    are in pages of the pool: the run writes to both what it must ask the store for again. ages: [c] int32, see
+    `models.scorers.Candidates`; None: no candidate is in the history, or the model does not read them.
     """
 
     rows: Int32
     user: Any
     records: npt.NDArray[np.void] | None = None
     found: UInt8 | None = None
+    ages: Int32 | None = None
 
 
 class Read(NamedTuple):
@@ -230,6 +232,10 @@ class Executor:
             apart = (self._records.given(work.rows, work.records, work.found, self.size),)
         elif work.records is not None:
             views["records"][:count] = work.records.view(np.uint32).reshape(count, -1)
+        if programs.needs.repeats:
+            views["ages"][:] = -1
+            if work.ages is not None:
+                views["ages"][:count] = work.ages
         if whole:
             views["user"][:] = work.user.view(np.uint32)
         params = self._params(work.user if whole else None, work.rows)

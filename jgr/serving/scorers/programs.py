@@ -98,7 +98,7 @@ class Programs:
         self.user = user_layout(self.needs)
         block = None if share == "cache" else self.user
         self.layouts: dict[int, BufferLayout] = {} if share == "part" else {USER_PART: self.user}
-        self.layouts |= {size: part_layout(block, packed, size) for size in self.sizes}
+        self.layouts |= {size: part_layout(block, packed, size, self.needs.repeats) for size in self.sizes}
         # A part with its user in it, of executors that share users otherwise.
         self.may_be_whole = share == "request"
         kept = keeping(cfg, build) if share == "cache" else None

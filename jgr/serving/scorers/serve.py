@@ -177,7 +177,8 @@ class ServedScorer:
         here = slice(work.first, work.first + work.count)
         records = None if task.records is None else task.records[here]
         found = None if task.found is None else task.found[here]
-        return PartWork(task.rows[here], task.state, records, found)
+        ages = None if task.ages is None else task.ages[here]
+        return PartWork(task.rows[here], task.state, records, found, ages)
 
     def take(self, start: Start, tasks: Sequence[ScorerTask | None], outcomes: Sequence[Any]) -> None:
         (work,), (task,), (outcome,) = start.work, tasks, outcomes

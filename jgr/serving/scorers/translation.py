@@ -25,6 +25,7 @@ from jgr.cache.buffers import BufferLayout
 from jgr.catalog.catalog import Catalog
 from jgr.config import Config
 from jgr.fields import nearest
+from jgr.models.repeats import buckets_of
 from jgr.models.scorers import Needs
 from jgr.models.stu_scorer import WEEK
 from jgr.prompt.layouts import SINGLE_USER_MULTI_ITEM
@@ -61,7 +62,8 @@ class ScorerTask:
     rows: [n] int32, the candidates. block: the user, see user_block. key: the bytes by which a kept user is recognised
     (`user_block.known_by`). user: the id of its cache entry. weights: [P] float32, with which the tasks' scores are
     summed for the order. scores: [n, P] float32, filled part by part. state: what its parts are given of the user: the
-    block, until a run has made more of it. records: the candidates' features, once they are there. arrival_ns: when it
+    block, until a run has made more of it. records: the candidates' features, once they are there. ages: [n] int32, see
+    `models.scorers.Candidates`; None where the model does not read them. arrival_ns: when it
     came in. ready_ns: since when its next run waits for executors only. kept: whether the user's part is in the cache.
     found: [n] states of the records where these are in pages, which runs write to as well.
     """
@@ -77,6 +79,7 @@ class ScorerTask:
     state: Any
     records: npt.NDArray[np.void] | None = None
     found: UInt8 | None = None
+    ages: Int32 | None = None
     arrival_ns: int = 0
     ready_ns: int = 0
     kept: bool = False
@@ -163,7 +166,10 @@ class ScorerTranslator:
             self._weights(given),
             np.zeros((len(rows), len(needs.tasks)), np.float32),
         )
-        return ScorerTask(request, rows, block, key, user, weights, usage, scores, state=block)
+        task = ScorerTask(request, rows, block, key, user, weights, usage, scores, state=block)
+        if needs.repeats:  # of the history that the model reads, which may be the end of a longer one
+            task.ages = buckets_of(block.view(self._dtype)[0]["rows"], rows)
+        return task
 
     def items(self, task: ScorerTask) -> list[Item]:
         """The answer's items, best first. ValueError for a score that is not finite, a fault."""

@@ -45,14 +45,19 @@ def user_layout(needs: Needs) -> BufferLayout:
     return BufferLayout.of({name: (shape, np.int32) for name, (shape, used) in read.items() if used})
 
 
-def part_layout(user: BufferLayout | None, schema: Schema | None, size: int) -> BufferLayout:
+def part_layout(
+    user: BufferLayout | None, schema: Schema | None, size: int, repeats: bool = False
+) -> BufferLayout:
     """The layout of a part's buffer.
 
-    It has the candidates' rows [m], their records where there is a schema, and the user's block where `user` is given.
+    It has the candidates' rows [m], their records where there is a schema, their ages [m] where `repeats` says that the
+    model reads them, and the user's block where `user` is given.
     """
     inputs: dict[str, tuple[tuple[int, ...], npt.DTypeLike]] = {"candidates": ((size,), np.int32)}
     if schema is not None:
         inputs["records"] = ((size, schema.record_bytes // 4), np.uint32)
+    if repeats:
+        inputs["ages"] = ((size,), np.int32)
     if user is not None:
         inputs["user"] = ((user.size // 4,), np.uint32)
     return BufferLayout.of(inputs)
@@ -136,4 +141,5 @@ def read_candidates(inputs: Mapping[str, jax.Array], needs: Needs, schema: Schem
     if schema is not None:
         of = unpack_records(schema, inputs["records"])
         features = {name: of[name][None] for name, _ in needs.features}
-    return Candidates(inputs["candidates"][None], features)
+    ages = inputs["ages"][None] if needs.repeats else None
+    return Candidates(inputs["candidates"][None], features, ages)
