@@ -196,8 +196,8 @@ class FeatureCache:
         return self._finish(records, seen)
 
     def get_again(self, rows: Int32) -> Features:
-        """As `get_many`, of rows whose records went from the pages in which a get found them: none is looked for there,
-        so that those which the store gives in time are in the answer."""
+        """The same as `get_many`, of rows whose records went from the pages in which a get found them. None is looked
+        for there, so that those which the store gives in time are in the answer."""
         return self._got(*self._begin(rows, None, gone=True), None)
 
     def counts(self) -> Counts:

@@ -74,7 +74,8 @@ class PagedMemory:
         self._states.forget(rows)
 
     def get(self, rows: Int32, now_ns: int, may_fetch: bool, out: UInt8) -> Got:
-        """As `Memory.get`; out, [n, record bytes], gets the default record, or zeros for what is in the pool alone."""
+        """The same as `Memory.get`; out, [n, record bytes], gets the default record, or zeros for what is in the pool
+        alone."""
         here = self._pages.here(NAME, rows)
         self._states.forget(rows[~here])
         got = self._states.get(rows, now_ns, may_fetch, np.empty((len(rows), 0), np.uint8))

@@ -43,7 +43,7 @@ def test_a_head_that_is_too_large_goes_no_further() -> None:
 def test_a_head_that_does_not_end_is_not_read_on() -> None:
     """uvicorn finds the protocol where Ray leaves the choice to it."""
     doors()
-    config = uvicorn.Config(lambda: None, factory=True)
+    config = uvicorn.Config(lambda: None, factory=True, log_config=None)
     config.load()
 
     async def read_on(parts: int) -> tuple[int, bytes]:
