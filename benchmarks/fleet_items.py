@@ -23,6 +23,9 @@ for no user's cache is in play, as benchmarks/bat_placement.py has it. With all 
 than replicate, and HRCS can at best come near it. Nor is a fetch worth much where a link of 10 Gb/s passes no more
 tokens a second than the device computes, as it does in the paper's own numbers: there the nodes compute what they lack.
 
+Replicate uses no link, so what its rows on two links differ by is chance: new processes, of which a ratio of two
+placements has as much.
+
 The nodes share one machine's cores, so requests a second are not those of as many machines, and what a transfer costs
 the owner's processor is taken from the reader's. `processor_ms` is what a request took of all nodes' processors.
 
