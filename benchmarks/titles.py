@@ -37,7 +37,7 @@ WORDS: Mapping[str, Mapping[str, str]] = {
         "ml1m": "MovieLens 1M",
         "beauty": "Amazon Beauty",
         "industrial": "Amazon Industrial",
-        "beauty_repeats": "Amazon Beauty, with weights for the history's items",
+        "beauty_repeats": "Beauty, history weighted",
         "sports": "Amazon Sports",
         "sports_near": "Amazon Sports, and what was taken near them",
         "instruments": "Amazon Instruments",
