@@ -62,10 +62,10 @@ class ScorerTask:
     rows: [n] int32, the candidates. block: the user, see user_block. key: the bytes by which a kept user is recognised
     (`user_block.known_by`). user: the id of its cache entry. weights: [P] float32, with which the tasks' scores are
     summed for the order. scores: [n, P] float32, filled part by part. state: what its parts are given of the user: the
-    block, until a run has made more of it. records: the candidates' features, once they are there. ages: [n] int32, see
-    `models.scorers.Candidates`; None where the model does not read them. arrival_ns: when it
-    came in. ready_ns: since when its next run waits for executors only. kept: whether the user's part is in the cache.
-    found: [n] states of the records where these are in pages, which runs write to as well.
+    block, until a run has made more of it. records: the candidates' features, once they are there. found: [n] states of
+    the records where these are in pages, which runs write to as well. ages: [n] int32, see `models.scorers.Candidates`;
+    None where the model does not read them. arrival_ns: when it came in. ready_ns: since when its next run waits for
+    executors only. kept: whether the user's part is in the cache.
     """
 
     request: RankRequest | Prefill

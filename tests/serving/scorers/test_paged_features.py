@@ -21,7 +21,7 @@ from jgr.serving.versions.loading import load_any
 from tests.features.redis_process import RedisProcess
 from tests.serving.scorer_fakes import CATALOG, ITEMS, ScorerServer
 from tests.serving.scorers.test_kept_users import CLIMBER
-from tests.serving.scorers.test_paging import asked, folder_of, settings
+from tests.serving.scorers.test_paging import asked, folder_of, moved_after_each_run, settings
 
 CFG = dataclasses.replace(CLIMBER, features=(Feature("price", 1), Feature("genres", 3, 16)))
 SCHEMA = Schema.parse("price:float32,genres:int32[3],unread:int8")
@@ -103,15 +103,7 @@ def test_scores_are_exact_while_rows_records_and_users_take_pages_from_each_othe
         host = answers(server)
     with ScorerServer(configured(tmp_path / "p", redis, *kept, "features.tables=paged")) as server:
         served: Any = server.engine.served
-        border, take = served.paging.border, served.take
-        steps = iter(range(10_000))
-
-        def moving(*given: Any) -> None:  # on the event loop, whenever a run has ended
-            step = next(steps)
-            border.set_limit(border.least if step % 3 else border.most)
-            take(*given)
-
-        served.take = moving
+        border = moved_after_each_run(served)
         with ThreadPoolExecutor(4) as pool:
             found = list(pool.map(lambda body: server.rank(**body), BODIES * 2))
         assert border.counts["moves"] > 40 and event(server, "evicted") > 0

@@ -123,6 +123,20 @@ def test_a_node_tells_the_shards_whose_rows_in_use_it_holds(tmp_path: Path) -> N
     engine.served.close(True)
 
 
+def moved_after_each_run(served: Any) -> Any:
+    """The border of an engine, which goes from one end to the other and back from now on."""
+    border, take = served.paging.border, served.take
+    steps = iter(range(10_000))
+
+    def moving(*given: Any) -> None:  # on the event loop
+        step = next(steps)
+        border.set_limit(border.least if step % 3 else border.most)
+        take(*given)
+
+    served.take = moving
+    return border
+
+
 def test_scores_are_exact_while_the_border_moves_beside_kept_users(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "m", HSTU)
     kept = ("executors.share_user=cache", "executors.growth=2", "cache.device_mb=0.03")
@@ -131,16 +145,8 @@ def test_scores_are_exact_while_the_border_moves_beside_kept_users(tmp_path: Pat
     paged = (*kept, "embeddings.tables=paged", "memory.split=0.4", "executors.history_lengths=3")
     with ScorerServer(settings(folder, *paged)) as server:
         served: Any = server.engine.served
-        border, take = served.paging.border, served.take
+        border = moved_after_each_run(served)
         users_least = border.total - border.most
-        steps = iter(range(10_000))
-
-        def moving(*given: Any) -> None:  # on the event loop, whenever a run has ended
-            step = next(steps)
-            border.set_limit(border.least if step % 3 else border.most)
-            take(*given)
-
-        served.take = moving
         with ThreadPoolExecutor(4) as pool:
             found = list(pool.map(lambda each: server.rank(**each)["items"], bodies))
         assert users_least > 0 and border.counts["moves"] > 40 and border.counts["to_users"] > 0
