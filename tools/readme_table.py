@@ -77,6 +77,9 @@ MODELS: Mapping[str, Model] = {
     "hstu-industrial": Model("Amazon Industrial", SCORER, "HSTU, tuned"),
     "hstu-counting-industrial": Model("Amazon Industrial", SCORER, "HSTU"),
     "informed-industrial": Model("Amazon Industrial", SCORER, "HSTU with texts"),
+    "informed-industrial_repeats": Model(
+        "Amazon Industrial", SCORER, "HSTU with texts and weights for the history"
+    ),
     "beauty-text": Model("Amazon Beauty", GENERATOR, "ids of texts"),
     "hstu-counting-sports": Model("Amazon Sports", SCORER, "HSTU"),
     "informed-sports": Model("Amazon Sports", SCORER, "HSTU with texts"),
