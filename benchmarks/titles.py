@@ -38,7 +38,7 @@ WORDS: Mapping[str, Mapping[str, str]] = {
         "beauty": "Amazon Beauty",
         "industrial": "Amazon Industrial",
         "beauty_repeats": "Beauty, history weighted",
-        "industrial_repeats": "Industrial, history weighted",
+        "industrial_repeats": "Industrial, weighted",
         "sports": "Amazon Sports",
         "sports_near": "Amazon Sports, and what was taken near them",
         "instruments": "Amazon Instruments",
