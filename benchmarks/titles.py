@@ -29,9 +29,10 @@ WORDS: Mapping[str, Mapping[str, str]] = {
     "quantile": {"p50": "Median", "p99": "99th percentile"},
     "items": {"280k": "280,000", "1m": "a million"},
     "users": {"all": "all users", "returning": "users who come back"},
-    "placement": {
-        "replicate-over-hash": "all items on each of 4 nodes, over each item on one node",
-        "hrcs-over-replicate": "hot items on all 4 nodes and cold ones on one, over all items on all",
+    "placed": {
+        "hrcs": "hot items on all nodes and cold ones on one",
+        "replicate": "all items on all nodes",
+        "hash": "each item on one node",
     },
     "data": {
         "ml1m": "MovieLens 1M",
@@ -775,8 +776,14 @@ TITLES: tuple[tuple[str, str], ...] = (
         "The largest share by which a link's bytes differ from what the placement predicts",
     ),
     (
-        r"fleet-items-(?P<of>hrcs|replicate)-over-(?P<base>replicate|hash)-(?P<gbit>\d+)-gbit-(?P<memory>large|small)",
-        "Requests a second of {of} over {base}, {gbit} Gb/s emulated, {memory} memory",
+        r"fleet-items-(?P<placed1>hrcs|replicate)-over-(?P<placed2>replicate|hash)-(?P<gbit>\d+)-gbit"
+        r"-(?P<memory>large|small)",
+        "Requests a second with {placed1}, over {placed2}; {gbit} Gb/s emulated, {memory} memory",
+    ),
+    (
+        r"fleet-items-computed-(?P<placed1>replicate)-over-(?P<placed2>hrcs)-(?P<gbit>\d+)-gbit"
+        r"-(?P<memory>large|small)",
+        "Computed tokens with {placed1}, over {placed2}; {gbit} Gb/s emulated, {memory} memory",
     ),
     (r"fleet-scaling-grown", "Seconds of load until a fleet has one replica more"),
     (r"fleet-(?P<of>faults|equality|scaling)-wrong", "Answers of a fleet that are not those of one engine; {of}"),
