@@ -183,6 +183,7 @@ class Bench:
         )
         fleet = await asyncio.to_thread(Fleet, self.world.folder, settings, NODES)
         try:
+            await fleet.ask_all("limits", divided.limits())
             await fleet.serve(trace.bodies(seen, "user_prefix"), 1)  # which leaves no item on a device
             self.slower = self.slower or await slowness(fleet)
             bytes_per_s = link_tokens(variant.gbit) * self.slower * TOKEN_BYTES

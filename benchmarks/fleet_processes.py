@@ -80,11 +80,21 @@ async def _node(pipe: Connection, folder: str, settings: Sequence[str], name: st
             assert replica.item_share is not None
             replica.item_share.fleet = replace(replica.item_share.fleet, **arguments[0])
             pipe.send(None)
+        elif what == "limits":
+            _limit(replica, arguments[0])
+            pipe.send(None)
         else:
             pipe.send(await _serve(replica, *arguments))
     await replica.end()
     pipe.close()
     os._exit(0)  # Ray alone calls the replica's __del__
+
+
+def _limit(replica: Any, limits: Mapping[str, int]) -> None:
+    """Let each kind of entries have so many of the pool's pages."""
+    engine = replica.item_share.engine()
+    for kind, pages in limits.items():
+        engine.served.caching.meta.set_limit(kind, pages)
 
 
 async def _serve(replica: Any, bodies: Sequence[bytes], in_flight: int) -> Served:

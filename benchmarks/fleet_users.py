@@ -7,10 +7,11 @@ is on one of them: the "returning" ones of benchmarks/bat_ablation.py, for the p
 space is large enough to minimize user cache capacity misses". All 510,000 users of the data set would fit nowhere.
 
 A node's memory holds items first, and users in what is left (BAT-12), as with the paper's 150 GB: `fleet.items_mb` is
-what the placement takes, `fleet.fetched_mb` is for items of other nodes, and the rest is pages for users in the pool
-(`cache.device_mb`, `cache.item_share`), which on a CPU is the same memory. Besides, the pool has pages for the items of
-the requests that run, equally many in each placement. Users are not kept in `cache.host_mb`: whether there is room for
-a new user, and who is the coldest, is asked of the pool alone, so that more memory there would admit nobody.
+what the placement takes, `fleet.fetched_mb` is for items of other nodes, and the rest is pages for users in the pool,
+which on a CPU is the same memory. Besides, the pool has pages for the items of the requests that run, equally many in
+each placement. It is as large in all placements, so that programs are compiled once, and users have as many of its
+pages as `cache.device_mb` and `cache.item_share` would have given them. Users are not kept in `cache.host_mb`: whether
+there is room for a new user, and who is the coldest, is asked of the pool alone, so that memory there admits nobody.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ from jgr.traffic.workloads import BOOKS, Access, Workload
 NODES = 2
 ITEM_TOKENS = 8
 CELL_TOKENS = Config().cache.cell_tokens
-PAGE_KB = 16
-"""The pool's pages, the same in each placement: else their size follows that of the pool."""
+PAGE = 16 << 10
+"""Bytes of a page of the pool."""
 TOKEN_BYTES = 2 * MODEL.layers * MODEL.kv_heads * MODEL.head_dim * 4
 ROOM = 0.1
 """The memory of a node for items that it fetched, over that of all items; `replicate` has nobody to fetch from."""
@@ -65,7 +66,7 @@ class Size(NamedTuple):
     gbits: Sequence[int]
 
 
-FULL = Size(4000, 50, 40, 20, 120, 30, 7, 3, 8, {"large": LARGE, "small": SMALL}, bat_nodes.GBITS)
+FULL = Size(4000, 50, 40, 20, 120, 30, 7, 3, 6, {"large": LARGE, "small": SMALL}, bat_nodes.GBITS)
 QUICK = Size(160, 6, 8, 4, 8, 6, 1, 2, 1, {"large": LARGE}, bat_nodes.GBITS[:1])
 
 
@@ -93,8 +94,8 @@ def write_model(folder: Path, size: Size) -> tuple[World, Config]:
     # Geometric, so that each prompt is filled up by about the same share.
     shapes = np.geomspace(max(16, (user + most) / 16), user + most + 16, size.shapes + 1)[1:]
     config = override(
-        world.config("hotness", 1.0, str(folder.parent / "xla")),
-        f"cache.page_kb={PAGE_KB}",
+        world.config("hotness", LARGE * world.item_bytes / 2**20, str(folder.parent / "xla")),
+        f"cache.page_kb={PAGE >> 10}",
         "beam.width=4",
         "profiles.widths=4",
         f"profiles.tokens={round(shapes[-1])}",
@@ -142,14 +143,12 @@ class Divided(NamedTuple):
     working: int
 
     def settings(self) -> tuple[str, ...]:
-        """Fields of the configuration that divide the memory so."""
-        pool = self.users + self.working
-        return (
-            f"fleet.items_mb={self.items / 2**20}",
-            f"fleet.fetched_mb={self.fetched / 2**20}",
-            f"cache.device_mb={pool / 2**20}",
-            f"cache.item_share={self.working / pool}",
-        )
+        """Fields of the configuration for the items' memory."""
+        return f"fleet.items_mb={self.items / 2**20}", f"fleet.fetched_mb={self.fetched / 2**20}"
+
+    def limits(self) -> dict[str, int]:
+        """How many of the pool's pages each kind of entries may have."""
+        return {"user": self.users // PAGE, "item": self.working // PAGE}
 
 
 def seen_items(world: World, part: Mapping[str, Sequence[Access]]) -> Items:
@@ -168,14 +167,13 @@ def divide(items: Items, placement: str, gbit: int, memory: float, size: Size) -
     fetched = 0 if placement == "replicate" else _pages(ROOM * everything)
     held = _pages(_place(items, placement, gbit, node - fetched).used_bytes().max())
     most = int(np.sort(items.room_bytes)[-size.candidates :].sum())
-    users = (node - fetched - held) // (PAGE_KB << 10) * (PAGE_KB << 10)
+    users = (node - fetched - held) // PAGE * PAGE
     return Divided(held, fetched, max(0, users), _pages((size.in_flight + 1) * most))
 
 
 def _pages(size: float) -> int:
     """So many bytes, and as many more as fill the last page."""
-    page = PAGE_KB << 10
-    return math.ceil(size / page) * page
+    return math.ceil(size / PAGE) * PAGE
 
 
 def _place(items: Items, placement: str, gbit: int, capacity: int) -> ItemPlacement:

@@ -15,7 +15,7 @@ from benchmarks.fleet_processes import Served, together
 from benchmarks.fleet_users import (
     LARGE,
     NODES,
-    PAGE_KB,
+    PAGE,
     QUICK,
     ROOM,
     SMALL,
@@ -31,7 +31,6 @@ from jgr.placement.items import Items
 
 ITEMS = Items(1.0 / np.arange(1, 2001), np.full(2000, 8), bytes_per_token=512, cell_tokens=2)
 ALL = 2000 * 8 * 512
-PAGE = PAGE_KB << 10
 
 
 def of_all(part: int) -> Any:
@@ -55,14 +54,10 @@ def test_where_all_items_do_not_fit_replication_leaves_nothing() -> None:
     assert of_all(divide(ITEMS, "hash", 10, SMALL, QUICK).users) == SMALL - 0.5 - ROOM
 
 
-def test_the_division_is_what_the_configuration_says() -> None:
-    settings = Divided(items=3 << 20, fetched=1 << 20, users=6 << 20, working=2 << 20).settings()
-    assert settings == (
-        "fleet.items_mb=3.0",
-        "fleet.fetched_mb=1.0",
-        "cache.device_mb=8.0",
-        "cache.item_share=0.25",
-    )
+def test_the_division_is_what_a_node_is_told() -> None:
+    divided = Divided(items=3 << 20, fetched=1 << 20, users=6 * PAGE, working=2 * PAGE)
+    assert divided.settings() == ("fleet.items_mb=3.0", "fleet.fetched_mb=1.0")
+    assert divided.limits() == {"user": 6, "item": 2}
 
 
 def test_as_many_users_come_as_fit_where_each_item_is_on_one_node() -> None:
