@@ -130,7 +130,7 @@ TITLES: tuple[tuple[str, str], ...] = (
         r"difference-of-(?P<measure>p50|p99|rate)-from-aiperf-at-(?P<rate>\d+)-per-s",
         "Distance of jgr's load client from NVIDIA AIPerf in {measure}, at {rate} requests a second (share)",
     ),
-    # bat_ablation, bat_accuracy, bat_placement, bat_throughput
+    # bat_ablation, bat_accuracy, bat_throughput
     (
         r"(?P<bat1>abc|a)-over-(?P<bat2>ab|ac|a|none)-books-(?P<items>280k|1m)-(?P<users>all|returning)-users"
         r"-paper-(?P<paper>[\d.]+)",
@@ -143,15 +143,6 @@ TITLES: tuple[tuple[str, str], ...] = (
     (
         r"(?P<data>\w+)-recall@10-of-the-item-prefix-less-that-of-the-user-prefix",
         "Change of Recall@10 where candidates stand before the user and not behind; {data}",
-    ),
-    (
-        r"(?P<placement>replicate-over-hash|hrcs-over-replicate)-at-(?P<gbit>\d+)-gbit-(?P<users>all|returning)-users"
-        + _SKEW,
-        "Requests per second with {placement}; {gbit} Gb/s, {users}, {skew} % skew",
-    ),
-    (
-        r"pairs-of-nodes-whose-bytes-are-counted-differently",
-        "Pairs of nodes for which three ways to count the bytes sent disagree",
     ),
     (
         r"library-coverage-of-held-out-reviews-(?P<count>\d+)-words",
