@@ -27,12 +27,12 @@ import msgspec
 import numpy as np
 
 from benchmarks import bat_nodes
-from benchmarks.bat_nodes import place_hot
+from benchmarks.bat_nodes import PREFILL_S, link_tokens
 from benchmarks.bat_world import MODEL, World
 from benchmarks.fleet_processes import NAMES
 from jgr.config import Config, override
 from jgr.models import manifest
-from jgr.placement.items import ItemPlacement, Items, Workers, hash_items, replicate
+from jgr.placement.items import ItemPlacement, Items, Workers, hash_items, hrcs, replicate
 from jgr.traffic.workloads import BOOKS, Access, Workload
 
 NODES = 2
@@ -151,22 +151,35 @@ class Divided(NamedTuple):
         return {"user": self.users // PAGE, "item": self.working // PAGE}
 
 
-def seen_items(world: World, part: Mapping[str, Sequence[Access]]) -> Items:
-    """The items, with how often these requests asked for them."""
-    frequency = np.zeros(len(world.traffic.item_tokens))
-    for some in part.values():
-        for access in some:
-            frequency[access.items] += 1
-    return Items(frequency, world.traffic.item_tokens.astype(np.int64), TOKEN_BYTES, CELL_TOKENS)
+class Seen(NamedTuple):
+    """What a placement knows of the requests so far: how often items were asked for, and the mean tokens of a request's
+    user and of its candidates together."""
+
+    items: Items
+    user_tokens: float
+    item_tokens: float
 
 
-def divide(items: Items, placement: str, gbit: int, memory: float, size: Size) -> Divided:
+def see(world: World, part: Mapping[str, Sequence[Access]]) -> Seen:
+    """What these requests tell."""
+    tokens = world.traffic.item_tokens.astype(np.int64)
+    accesses = [access for some in part.values() for access in some]
+    frequency = np.zeros(len(tokens))
+    for access in accesses:
+        frequency[access.items] += 1
+    user = float(np.mean([access.user_tokens for access in accesses]))
+    items = Items(frequency, tokens, TOKEN_BYTES, CELL_TOKENS)
+    return Seen(items, user, float(frequency @ tokens) / len(accesses))
+
+
+def divide(seen: Seen, placement: str, gbit: int, memory: float, size: Size) -> Divided:
     """How a node of so much memory is divided under a placement, in whole pages: items first."""
-    everything = int(items.room_bytes.sum())
+    room_bytes = seen.items.room_bytes
+    everything = int(room_bytes.sum())
     node = int(memory * everything)
     fetched = 0 if placement == "replicate" else _pages(ROOM * everything)
-    held = _pages(_place(items, placement, gbit, node - fetched).used_bytes().max())
-    most = int(np.sort(items.room_bytes)[-size.candidates :].sum())
+    held = _pages(_place(seen, placement, gbit, node - fetched).used_bytes().max())
+    most = int(np.sort(room_bytes)[-size.candidates :].sum())
     users = (node - fetched - held) // PAGE * PAGE
     return Divided(held, fetched, max(0, users), _pages((size.in_flight + 1) * most))
 
@@ -176,8 +189,15 @@ def _pages(size: float) -> int:
     return math.ceil(size / PAGE) * PAGE
 
 
-def _place(items: Items, placement: str, gbit: int, capacity: int) -> ItemPlacement:
+def _place(seen: Seen, placement: str, gbit: int, capacity: int) -> ItemPlacement:
+    """As the coordinator will place them; hrcs in the paper's units, in which t times B is the same."""
     workers = Workers(NODES, capacity)
     if placement == "hrcs":
-        return place_hot(items, workers, gbit)
-    return replicate(items, workers) if placement == "replicate" else hash_items(items, workers)
+        return hrcs(
+            seen.items,
+            workers,
+            prefill_s=seen.user_tokens / BOOKS.user_tokens * PREFILL_S,
+            item_tokens=seen.item_tokens,
+            link_bytes_per_s=link_tokens(gbit) * TOKEN_BYTES,
+        )
+    return (replicate if placement == "replicate" else hash_items)(seen.items, workers)

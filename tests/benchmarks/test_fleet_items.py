@@ -20,9 +20,10 @@ from benchmarks.fleet_users import (
     ROOM,
     SMALL,
     Divided,
+    Seen,
     Trace,
     divide,
-    seen_items,
+    see,
     workload,
     write_model,
 )
@@ -30,6 +31,7 @@ from jgr.config import override
 from jgr.placement.items import Items
 
 ITEMS = Items(1.0 / np.arange(1, 2001), np.full(2000, 8), bytes_per_token=512, cell_tokens=2)
+SEEN = Seen(ITEMS, user_tokens=400.0, item_tokens=400.0)
 ALL = 2000 * 8 * 512
 
 
@@ -39,7 +41,7 @@ def of_all(part: int) -> Any:
 
 
 def test_users_have_what_items_leave() -> None:
-    whole, sharded, hot = (divide(ITEMS, name, 10, LARGE, QUICK) for name in ("replicate", "hash", "hrcs"))
+    whole, sharded, hot = (divide(SEEN, name, 10, LARGE, QUICK) for name in ("replicate", "hash", "hrcs"))
     assert (of_all(whole.items), of_all(whole.fetched), of_all(whole.users)) == (1.0, 0.0, LARGE - 1)
     assert of_all(sharded.items) == 0.5 and of_all(sharded.users) == LARGE - 0.5 - ROOM
     assert sharded.items < hot.items < whole.items
@@ -48,10 +50,17 @@ def test_users_have_what_items_leave() -> None:
         assert each.working == whole.working and not any(part % PAGE for part in each)
 
 
+def test_a_faster_link_and_longer_users_replicate_less() -> None:
+    def held(gbit: int, user_tokens: float) -> int:
+        return divide(SEEN._replace(user_tokens=user_tokens), "hrcs", gbit, LARGE, QUICK).items
+
+    assert held(100, 400.0) <= held(10, 800.0) < held(10, 400.0)
+
+
 def test_where_all_items_do_not_fit_replication_leaves_nothing() -> None:
-    whole = divide(ITEMS, "replicate", 10, SMALL, QUICK)
+    whole = divide(SEEN, "replicate", 10, SMALL, QUICK)
     assert whole.users == 0 and of_all(whole.items) == SMALL
-    assert of_all(divide(ITEMS, "hash", 10, SMALL, QUICK).users) == SMALL - 0.5 - ROOM
+    assert of_all(divide(SEEN, "hash", 10, SMALL, QUICK).users) == SMALL - 0.5 - ROOM
 
 
 def test_the_division_is_what_a_node_is_told() -> None:
@@ -78,8 +87,12 @@ def test_a_users_requests_go_to_one_node_and_every_trace_has_the_same(tmp_path: 
         again = Trace(world).take(12)[name]
         assert [access.user for access in again] == [access.user for access in both]
         assert all((mine.items == its.items).all() for mine, its in zip(again, both, strict=True))
-    frequency = seen_items(world, first).frequency
-    assert frequency.sum() == 2 * 5 * QUICK.candidates
+    seen = see(world, first)
+    assert seen.items.frequency.sum() == 2 * 5 * QUICK.candidates
+    every = [*first["a"], *first["b"]]
+    assert seen.user_tokens == pytest.approx(sum(access.user_tokens for access in every) / 10)
+    lengths = world.traffic.item_tokens
+    assert seen.item_tokens == pytest.approx(sum(lengths[access.items].sum() for access in every) / 10)
     (body, *_) = trace.bodies(first, "item_prefix")["b"]
     asked = msgspec.json.decode(body)
     assert asked["layout"] == "item_prefix" and asked["user_id"] == first["b"][0].user
