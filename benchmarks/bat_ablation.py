@@ -7,9 +7,10 @@ without it all items are on every node, or where they do not fit, as a million d
 users only, with all the memory; the paper has no `recompute`, which keeps nothing.
 
 The memory of the paper, 150 GB a node, and the workload are scaled by one factor; how time is reckoned is told in
-benchmarks/bat_nodes.py. The table is of 100 Gb/s, the paper's network; 10 Gb/s is measured too. Who comes is as in
-benchmarks/bat_placement.py: all users of the data set, of whom hardly anyone is still cached when he comes back, or as
-many as fill what 280,000 sharded items leave.
+benchmarks/bat_nodes.py. The table is of 100 Gb/s, the paper's network; 10 Gb/s is measured too. There are two sets of
+users, each measured at its steady state: all 510,000 of the data set, of whom hardly anyone is still cached when he
+comes back; and 10,500 who return, as many as fill what 280,000 sharded items leave. The paper draws a trace from its
+users and does not say how many they are.
 
 Neither gives the paper's whole table. On Books-280K it has AB as fast as ABC, because "the user cache space is large
 enough to minimize user cache capacity misses", which is so with returning users; yet AB 1.54 times as fast as none,

@@ -23,8 +23,8 @@ from jgr.serving.engine.engine import AnyEngine, Engine
 from jgr.serving.policies.jobs import Profile, Start
 
 COSTS = (0.01918, 1.269e-05, 8.373e-09, 4.209e-09)
-"""Seconds of a prompt: of any, of a new token, of a new one's look at another, and at a cached one. Fitted to 1899 runs
-of benchmarks/bat_placement.py on two cores (`prefill_cost` in its result)."""
+"""Seconds of a prompt: of any, of a new token, of a new one's look at another, and at a cached one. Fitted to 1899
+runs of BAT's model on two cores, as benchmarks/bat_nodes.py fits them (`speed_row`)."""
 
 
 class Counts(NamedTuple):

@@ -29,9 +29,10 @@ WORDS: Mapping[str, Mapping[str, str]] = {
     "quantile": {"p50": "Median", "p99": "99th percentile"},
     "items": {"280k": "280,000", "1m": "a million"},
     "users": {"all": "all users", "returning": "users who come back"},
-    "placement": {
-        "replicate-over-hash": "all items on each of 4 nodes, over each item on one node",
-        "hrcs-over-replicate": "hot items on all 4 nodes and cold ones on one, over all items on all",
+    "placed": {
+        "hrcs": "hot items on all nodes and cold ones on one",
+        "replicate": "all items on all nodes",
+        "hash": "each item on one node",
     },
     "data": {
         "ml1m": "MovieLens 1M",
@@ -130,7 +131,7 @@ TITLES: tuple[tuple[str, str], ...] = (
         r"difference-of-(?P<measure>p50|p99|rate)-from-aiperf-at-(?P<rate>\d+)-per-s",
         "Distance of jgr's load client from NVIDIA AIPerf in {measure}, at {rate} requests a second (share)",
     ),
-    # bat_ablation, bat_accuracy, bat_placement, bat_throughput
+    # bat_ablation, bat_accuracy, bat_throughput
     (
         r"(?P<bat1>abc|a)-over-(?P<bat2>ab|ac|a|none)-books-(?P<items>280k|1m)-(?P<users>all|returning)-users"
         r"-paper-(?P<paper>[\d.]+)",
@@ -143,15 +144,6 @@ TITLES: tuple[tuple[str, str], ...] = (
     (
         r"(?P<data>\w+)-recall@10-of-the-item-prefix-less-that-of-the-user-prefix",
         "Change of Recall@10 where candidates stand before the user and not behind; {data}",
-    ),
-    (
-        r"(?P<placement>replicate-over-hash|hrcs-over-replicate)-at-(?P<gbit>\d+)-gbit-(?P<users>all|returning)-users"
-        + _SKEW,
-        "Requests per second with {placement}; {gbit} Gb/s, {users}, {skew} % skew",
-    ),
-    (
-        r"pairs-of-nodes-whose-bytes-are-counted-differently",
-        "Pairs of nodes for which three ways to count the bytes sent disagree",
     ),
     (
         r"library-coverage-of-held-out-reviews-(?P<count>\d+)-words",
@@ -776,8 +768,14 @@ TITLES: tuple[tuple[str, str], ...] = (
         "The largest share by which a link's bytes differ from what the placement predicts",
     ),
     (
-        r"fleet-items-(?P<of>hrcs|replicate)-over-(?P<base>replicate|hash)-(?P<gbit>\d+)-gbit-(?P<memory>large|small)",
-        "Requests a second of {of} over {base}, {gbit} Gb/s emulated, {memory} memory",
+        r"fleet-items-(?P<placed1>hrcs|replicate)-over-(?P<placed2>replicate|hash)-(?P<gbit>\d+)-gbit"
+        r"-(?P<memory>large|small)",
+        "Requests a second with {placed1}, over {placed2}; {gbit} Gb/s emulated, {memory} memory",
+    ),
+    (
+        r"fleet-items-computed-(?P<placed1>replicate)-over-(?P<placed2>hrcs)-(?P<gbit>\d+)-gbit"
+        r"-(?P<memory>large|small)",
+        "Computed tokens with {placed1}, over {placed2}; {gbit} Gb/s emulated, {memory} memory",
     ),
     (r"fleet-scaling-grown", "Seconds of load until a fleet has one replica more"),
     (r"fleet-(?P<of>faults|equality|scaling)-wrong", "Answers of a fleet that are not those of one engine; {of}"),
