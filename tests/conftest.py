@@ -128,6 +128,29 @@ def as_without_commands() -> Iterator[None]:
                 delattr(flags.FLAGS, flag.name)
 
 
+@pytest.fixture(scope="session")
+def kept_programs() -> dict[str, Any]:
+    """Where this run keeps its programs, and which: jax's settings before the first engine."""
+    import jax
+
+    least = "jax_persistent_cache_min_compile_time_secs", "jax_persistent_cache_min_entry_size_bytes"
+    return {name: getattr(jax.config, name) for name in ("jax_compilation_cache_dir", *least)}
+
+
+@pytest.fixture(autouse=True)
+def as_without_engines(kept_programs: dict[str, Any]) -> Iterator[None]:
+    """An engine turns the process to the folder of its own programs, which may be that of the user's home, and full of
+    what earlier runs have compiled; the next test finds the folder of this run again."""
+    import jax
+    from jax.experimental.compilation_cache import compilation_cache
+
+    yield
+    if kept_programs != {name: getattr(jax.config, name) for name in kept_programs}:
+        for name, value in kept_programs.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()  # or the folder that is in use would stay so
+
+
 @pytest.fixture
 def dataset(request: pytest.FixtureRequest) -> Path:
     """The folder that the test's `data` marker names."""
