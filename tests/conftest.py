@@ -128,6 +128,29 @@ def as_without_commands() -> Iterator[None]:
                 delattr(flags.FLAGS, flag.name)
 
 
+@pytest.fixture(scope="session")
+def kept_programs() -> dict[str, Any]:
+    """Where this run keeps its programs, and which: jax's settings before the first engine."""
+    import jax
+
+    least = "jax_persistent_cache_min_compile_time_secs", "jax_persistent_cache_min_entry_size_bytes"
+    return {name: getattr(jax.config, name) for name in ("jax_compilation_cache_dir", *least)}
+
+
+@pytest.fixture(autouse=True)
+def as_without_engines(kept_programs: dict[str, Any]) -> Iterator[None]:
+    """An engine turns the process to the folder of its own programs, which may be that of the user's home, and full of
+    what earlier runs have compiled; the next test finds the folder of this run again."""
+    import jax
+    from jax.experimental.compilation_cache import compilation_cache
+
+    yield
+    if kept_programs != {name: getattr(jax.config, name) for name in kept_programs}:
+        for name, value in kept_programs.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()  # or the folder that is in use would stay so
+
+
 @pytest.fixture
 def dataset(request: pytest.FixtureRequest) -> Path:
     """The folder that the test's `data` marker names."""
@@ -142,25 +165,31 @@ def _place(item: pytest.Item) -> int:
     return _LONG.index(folder) if folder in _LONG else len(_LONG)
 
 
+def _marks(item: pytest.Item) -> set[str]:
+    """The names of an item's marks, read once: asking for one of them reads them all."""
+    return {mark.name for mark in item.iter_markers()}
+
+
 def _can_run(item: pytest.Item) -> bool:
-    data = item.get_closest_marker("data")
-    if data is not None and not (_DATA / data.args[0]).is_dir():
+    marks = _marks(item)
+    if "data" in marks and not (_DATA / item.get_closest_marker("data").args[0]).is_dir():
         return False
-    if any(item.get_closest_marker(name) is not None and not path for name, path in _PROGRAMS.items()):
+    if any(name in marks and not path for name, path in _PROGRAMS.items()):
         return False
-    return item.get_closest_marker("gpu") is None or os.environ["JAX_PLATFORMS"] != "cpu"
+    return "gpu" not in marks or os.environ["JAX_PLATFORMS"] != "cpu"
 
 
 @pytest.hookimpl(trylast=True)  # after -m and -k: what they leave out is not counted as missing
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    config.stash[_SELECTED] = Counter(need for i in items for need in _NEEDS if i.get_closest_marker(need))
+    config.stash[_SELECTED] = Counter(need for item in items for need in _marks(item).intersection(_NEEDS))
     missing = [item for item in items if not _can_run(item)]
     config.hook.pytest_deselected(items=missing)
-    items[:] = sorted((item for item in items if _can_run(item)), key=_place)
+    left = set(missing)
+    items[:] = sorted((item for item in items if item not in left), key=_place)
 
 
 def pytest_runtest_call(item: pytest.Item) -> None:
-    item.user_properties.extend(("needs", need) for need in _NEEDS if item.get_closest_marker(need))
+    item.user_properties.extend(("needs", need) for need in sorted(_marks(item).intersection(_NEEDS)))
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

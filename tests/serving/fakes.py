@@ -32,7 +32,7 @@ from jgr.serving.http.listener import Listener
 from jgr.serving.policies.batching import make_profiles
 from jgr.serving.policies.jobs import Profile
 
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 """No test waits this long unless it fails."""
 
 ITEMS = ("a", "b", "b2", "c", "d", "7")

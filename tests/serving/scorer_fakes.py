@@ -43,7 +43,7 @@ from jgr.serving.scorers.user_block import user_layout
 from jgr.serving.versions.loading import load_any
 from tests.noise import noisy
 
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 N_ITEMS = 60
 ITEMS = [f"B{row:03}" for row in range(N_ITEMS)]
 CATALOG = Catalog.build(

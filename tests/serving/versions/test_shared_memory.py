@@ -213,7 +213,9 @@ def test_a_reload_to_a_model_that_wants_a_cache_where_there_was_none_says_so(tmp
     catalog = load_catalog(tmp_path / "m" / "catalog.jsonl")
     without = replace(config, cache=replace(config.cache, policy="none"))
     manifest.write(tmp_path / "m", without, catalog)
-    (loaded,) = load_all([str(tmp_path / "m")], (), configurations((), (), [str(tmp_path / "m")]))
+    (loaded,) = load_all(
+        [str(tmp_path / "m")], (), configurations((), ("model.compilation_cache=",), [str(tmp_path / "m")])
+    )
     assert loaded.load is not None
     manifest.write(tmp_path / "m", config, catalog)
     with pytest.raises(
