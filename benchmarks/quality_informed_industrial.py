@@ -2,7 +2,7 @@
 """HSTU that knows the items' texts, against counting on Amazon Industrial and Scientific: MiniOneRec's split.
 
 Three settings are not configs/hstu_text.py's: twice the width, a lower temperature and half the steps validated best in
-ten trainings of the model of benchmarks/quality_repeats_industrial.py.
+twelve trainings of the model of benchmarks/quality_repeats_industrial.py.
 
 JGR_DATA=FOLDER python -m benchmarks.quality_informed_industrial      FOLDER holds amazon-industrial-minionerec
 """

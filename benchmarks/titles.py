@@ -39,7 +39,7 @@ WORDS: Mapping[str, Mapping[str, str]] = {
         "beauty": "Amazon Beauty",
         "industrial": "Amazon Industrial",
         "beauty_repeats": "Beauty, history weighted",
-        "industrial_repeats": "Industrial, weighted",
+        "industrial_repeats": "Industrial with weights",
         "sports": "Amazon Sports",
         "sports_near": "Amazon Sports, and what was taken near them",
         "instruments": "Amazon Instruments",

@@ -42,8 +42,8 @@ from jgr.serving.scorers.translation import ScorerTranslator
 from jgr.serving.scorers.user_block import user_layout
 from jgr.serving.versions.loading import load_any
 from tests.noise import noisy
+from tests.serving.fakes import PATIENCE_S
 
-PATIENCE_S = 120.0
 N_ITEMS = 60
 ITEMS = [f"B{row:03}" for row in range(N_ITEMS)]
 CATALOG = Catalog.build(
