@@ -9,6 +9,7 @@ valid token: who extends an entry writes after them.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -111,6 +112,22 @@ class Valid(Protocol):
 
     tokens: int
     digest: bytes
+
+
+class Below(Protocol):
+    """Entries on the host that do not go when others come to the device."""
+
+    def find(self, name: Name, content: Valued) -> tuple[int, tuple[int, ...]] | None:
+        """How many tokens of the content are there, and the cells of the host that hold them."""
+
+    def valid_tokens(self, name: Name, content: Valued) -> int:
+        """The number of these tokens, 0 for none. Changes nothing."""
+
+    def holds(self, name: Name, digest: bytes) -> bool:
+        """Whether the whole of this content is there. Changes nothing."""
+
+    def names(self, kind: str) -> Iterator[Name]:
+        """The names of the entries of a kind that hold anything."""
 
 
 def serves(valid: Valid, content: Valued) -> bool:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How often a user comes (BAT-9), and which of the cached ones comes least.
+"""How often a user comes (BAT-9), and which of the cached ones comes least, on the device and on the host.
 
 Both estimates are the number of accesses in the last window of W ns, the exponential one with weights that decay by e
 every W. It needs one number a user: the estimate at time t is exp(key - t / W), so that keys compare as estimates do,
@@ -15,12 +15,15 @@ import heapq
 import math
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from jgr.cache.entries import Name
+
+Tier = Literal["device", "host"]
+"""Where a cached user is kept."""
 
 LISTS = 4096
 """So many requests' items are remembered, to be told of together."""
@@ -35,20 +38,62 @@ class Hotness(Protocol):
     def frequency(self, user: Name, now_ns: int) -> float:
         """Accesses in the last window; 0 for a user who never came or was forgotten."""
 
-    def hold(self, user: Name) -> None:
-        """The user is cached from now on, and is not forgotten."""
+    def hold(self, user: Name, tier: Tier = "device") -> None:
+        """The user is cached there from now on, and nowhere else, and is not forgotten."""
 
     def let_go(self, user: Name) -> None:
-        """The user is not cached any more."""
+        """The user, who is cached, is so no more."""
 
     def forget(self, user: Name) -> None:
         """The user, who is not cached, never came."""
 
-    def coldest(self) -> Iterator[Name]:
-        """The cached users, the least frequent first, ties by name. None may be held or let go while it is read."""
+    def coldest(self, tier: Tier = "device") -> Iterator[Name]:
+        """Who is cached there, the least frequent first, ties by name. None may be held or let go while it is read."""
 
     def check(self) -> None:
         """Audit; AssertionError."""
+
+
+class _Held:
+    """The users of one tier, and an order of their keys."""
+
+    def __init__(self) -> None:
+        self.keys: dict[Name, float] = {}
+        self._heap: list[tuple[float, Name]] = []  # entries whose key is not the user's any more linger
+
+    def put(self, user: Name, key: float) -> None:
+        self.keys[user] = key
+        heapq.heappush(self._heap, (key, user))
+        self._sweep()
+
+    def pop(self, user: Name) -> float:
+        key = self.keys.pop(user)
+        self._sweep()
+        return key
+
+    def coldest(self) -> Iterator[Name]:
+        read: list[tuple[float, Name]] = []
+        try:
+            while self._heap:
+                entry = heapq.heappop(self._heap)
+                if self.keys.get(entry[1]) == entry[0] and entry not in read[-1:]:
+                    read.append(entry)
+                    yield entry[1]
+        finally:
+            for entry in read:
+                heapq.heappush(self._heap, entry)
+
+    def check(self) -> None:
+        assert {(key, user) for user, key in self.keys.items()} <= set(self._heap), "a cached user is lost"
+        assert len(self._heap) <= self._most(), "old entries pile up"
+
+    def _sweep(self) -> None:
+        if len(self._heap) > self._most():
+            self._heap = [(key, user) for user, key in self.keys.items()]
+            heapq.heapify(self._heap)
+
+    def _most(self) -> int:
+        return 2 * len(self.keys) + 64
 
 
 class ExponentialWindow:
@@ -59,61 +104,49 @@ class ExponentialWindow:
         self._others: OrderedDict[Name, float] = (
             OrderedDict()
         )  # keys of users that are not cached, last come last
-        self._cached: dict[Name, float] = {}
-        self._heap: list[tuple[float, Name]] = []  # entries whose key is not the user's any more linger
+        self._held: dict[Tier, _Held] = {"device": _Held(), "host": _Held()}
 
     def touch(self, user: Name, now_ns: int) -> None:
         now = now_ns / self._window_ns
-        if user in self._cached:
-            self._cached[user] = key = _plus_one(self._cached[user], now)
-            self._push(key, user)
-            return
+        for held in self._held.values():
+            if user in held.keys:
+                held.put(user, _plus_one(held.keys[user], now))
+                return
         self._others[user] = _plus_one(self._others.pop(user, -math.inf), now)
         self._forget()
 
     def frequency(self, user: Name, now_ns: int) -> float:
-        key = self._cached.get(user, self._others.get(user, -math.inf))
+        places = (*(held.keys for held in self._held.values()), self._others)
+        key = next((place[user] for place in places if user in place), -math.inf)
         return math.exp(key - now_ns / self._window_ns)
 
-    def hold(self, user: Name) -> None:
-        if user not in self._cached:
-            self._cached[user] = key = self._others.pop(user, -math.inf)
-            self._push(key, user)
+    def hold(self, user: Name, tier: Tier = "device") -> None:
+        if user not in self._held[tier].keys:
+            self._held[tier].put(user, self._taken(user))
 
     def let_go(self, user: Name) -> None:
-        self._others[user] = self._cached.pop(user)
+        self._others[user] = self._taken(user)
         self._forget()
-        self._sweep()
 
     def forget(self, user: Name) -> None:
         self._others.pop(user, None)
 
-    def coldest(self) -> Iterator[Name]:
-        read: list[tuple[float, Name]] = []
-        try:
-            while self._heap:
-                entry = heapq.heappop(self._heap)
-                if self._cached.get(entry[1]) == entry[0] and entry not in read[-1:]:
-                    read.append(entry)
-                    yield entry[1]
-        finally:
-            for entry in read:
-                heapq.heappush(self._heap, entry)
+    def coldest(self, tier: Tier = "device") -> Iterator[Name]:
+        return self._held[tier].coldest()
 
     def check(self) -> None:
         assert len(self._others) <= self._remembered, "more users are remembered than may be"
-        assert not self._cached.keys() & self._others.keys(), "a user is cached and not cached"
-        assert {(key, user) for user, key in self._cached.items()} <= set(self._heap), "a cached user is lost"
-        assert len(self._heap) <= _lingering(len(self._cached)), "old entries pile up"
+        places = [*(held.keys.keys() for held in self._held.values()), self._others.keys()]
+        assert sum(map(len, places)) == len(set().union(*places)), "a user is in two places"
+        for held in self._held.values():
+            held.check()
 
-    def _push(self, key: float, user: Name) -> None:
-        heapq.heappush(self._heap, (key, user))
-        self._sweep()
-
-    def _sweep(self) -> None:
-        if len(self._heap) > _lingering(len(self._cached)):
-            self._heap = [(key, user) for user, key in self._cached.items()]
-            heapq.heapify(self._heap)
+    def _taken(self, user: Name) -> float:
+        """The user's key, which stands nowhere any more."""
+        for held in self._held.values():
+            if user in held.keys:
+                return held.pop(user)
+        return self._others.pop(user, -math.inf)
 
     def _forget(self) -> None:
         while len(self._others) > self._remembered:
@@ -206,7 +239,3 @@ class RowFrequencies:
 def _plus_one(key: float, now: float) -> float:
     """A key after one more access now: log(exp(key - now) + 1) + now."""
     return now + math.log1p(math.exp(key - now))
-
-
-def _lingering(cached: int) -> int:
-    return 2 * cached + 64

@@ -15,9 +15,10 @@ Which entry goes first: the one whose last use is longest ago, or for users, wit
 pinned entry never goes. An entry that was dropped while pinned is freed with its last pin, and what is written to it
 then is of no use to anybody.
 
-A host tier, where there is one, takes what the device gives up: `moves` says what is to be copied, in order, before the
-programs that are planned after it, in either direction. Below it there may be items that the host holds for all nodes
-(`Below`): what is found there is brought to the device, and stays where it is.
+A host tier, where there is one, takes what the device gives up, and gives up what goes first of its own; with a
+Hotness it does not take a user who comes less than all who are there. `moves` says what is to be copied, in order,
+before the programs that are planned after it, in either direction. Below it there may be items that the host holds for
+all nodes (`Below`): what is found there is brought to the device, and stays where it is.
 
 The device may lose all pages at once. Its epoch counts how often that happened: `renew` tells the service of the
 present one, and a plan names the epoch that it was made in, so that nobody runs it later (`jgr.cache.pool`).
@@ -28,9 +29,9 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from itertools import chain, islice, repeat
 
-from jgr.cache.entries import Entry, Move, Name, Valued, serves
+from jgr.cache.entries import Below, Entry, Move, Name, Valued, serves
 from jgr.cache.hotness import Hotness, ItemFrequencies
 from jgr.cache.pages import Pages, Room
 
@@ -42,22 +43,6 @@ class _Aside:
     tokens: int
     digest: bytes
     cells: tuple[int, ...]
-
-
-class Below(Protocol):
-    """Entries on the host that do not go when others come to the device."""
-
-    def find(self, name: Name, content: Valued) -> tuple[int, tuple[int, ...]] | None:
-        """How many tokens of the content are there, and the cells of the host that hold them."""
-
-    def valid_tokens(self, name: Name, content: Valued) -> int:
-        """The number of these tokens, 0 for none. Changes nothing."""
-
-    def holds(self, name: Name, digest: bytes) -> bool:
-        """Whether the whole of this content is there. Changes nothing."""
-
-    def names(self, kind: str) -> Iterator[Name]:
-        """The names of the entries of a kind that hold anything."""
 
 
 class CacheMeta:
@@ -139,6 +124,11 @@ class CacheMeta:
         entry = self._entries[name.kind].get(name)
         return entry if entry is not None and entry.tokens else None
 
+    def kept_tokens(self, name: Name) -> int:
+        """The number of valid tokens of the entry of that name, of any content, on the device or the host."""
+        entry = self._entries[name.kind].get(name) or self._aside.get(name)
+        return 0 if entry is None else entry.tokens
+
     def hold(self, entry: Entry) -> None:
         entry.pins += 1
 
@@ -211,16 +201,12 @@ class CacheMeta:
         if name in self._aside:
             self._leave_host(name)
             return True
-        entry = self._entries[name.kind].pop(name, None)
+        entry = self._entries[name.kind].get(name)
         if entry is None:
             return False
-        entry.named = False
-        if name.kind == "user" and self.hotness is not None:
-            self.hotness.let_go(name)
-        if entry.pins:
-            self._unnamed.add(entry)
-        else:
-            self._free(entry)
+        self._remove(entry)
+        if (order := self._order(name.kind)) is not None:
+            order.let_go(name)
         return True
 
     def forget(self, user: Name) -> bool:
@@ -267,9 +253,20 @@ class CacheMeta:
         """The number of cells of an entry of so many tokens."""
         return self._rooms[kind].of(tokens)
 
-    def has_room(self, kind: str, tokens: int) -> bool:
-        """Whether an entry of so many tokens would need no other entry to go."""
-        return self.cells(kind, tokens) <= self.pages.room(self._classes[kind])
+    def has_room(self, kind: str, tokens: int, entries: int = 1) -> bool:
+        """Whether new entries of so many tokens each would make nothing be lost: there is room on the device, or on the
+        host for what leaves the device for them, which may be the first of them."""
+        of, each = self._classes[kind], self.cells(kind, tokens)
+        more = entries * each - self.pages.room(of)
+        if more <= 0 or self.host is None:
+            return more <= 0
+        free = self.host.room(of)
+        victims = ((len(entry.cells), self.cells(kind, entry.tokens)) for entry in self._victims(kind))
+        for held, used in chain(victims, repeat((each, each), entries - 1)):
+            more, free = more - held, free - used
+            if more <= 0 or free < 0:
+                return free >= 0
+        return False
 
     def can_keep(self, kind: str, tokens: int) -> bool:
         """Whether an entry of so many tokens fits at all, if every other one goes."""
@@ -281,11 +278,12 @@ class CacheMeta:
         return self.pages.used(self._classes[kind])
 
     def coldest_frequency(self, now_ns: int) -> float:
-        """The least frequency of a cached user (BAT-10); 0 where no user is cached or frequencies are not kept."""
-        if self.hotness is None:
+        """The least frequency of a user on the device or the host (BAT-10); 0 where there is none, or frequencies are
+        not kept."""
+        if (hotness := self.hotness) is None:
             return 0.0
-        name = next(self.hotness.coldest(), None)
-        return 0.0 if name is None else self.hotness.frequency(name, now_ns)
+        names = chain(islice(hotness.coldest("device"), 1), islice(hotness.coldest("host"), 1))
+        return min((hotness.frequency(name, now_ns) for name in names), default=0.0)
 
     def take_moves(self) -> list[Move]:
         """The copies to be made, in this order, before the programs that are planned from now on.
@@ -305,8 +303,9 @@ class CacheMeta:
         return len(self._entries[kind])
 
     def names(self, kind: str) -> Iterator[Name]:
-        """The names of the entries on the device that hold anything, the last used first."""
-        return (name for name, entry in reversed(self._entries[kind].items()) if entry.tokens)
+        """The names of the entries that hold anything, the last used first: those on the device, then on the host."""
+        yield from (name for name, entry in reversed(self._entries[kind].items()) if entry.tokens)
+        yield from (name for name in reversed(self._aside) if name.kind == kind)
 
     def fragmentation(self, kind: str) -> float:
         """Share of the kind's pages that nothing valid fills: ends of cells and of pages, and cells that are free."""
@@ -349,10 +348,23 @@ class CacheMeta:
         yield from self._entries[kind].values()
         yield from (entry for entry in self._unnamed if entry.name.kind == kind)
 
+    def _order(self, kind: str) -> Hotness | None:
+        """Says which entries of a kind go first; None: those that were used longest ago."""
+        return self.hotness if kind == "user" else None
+
     def _add(self, entry: Entry) -> None:
         self._entries[entry.name.kind][entry.name] = entry
-        if entry.name.kind == "user" and self.hotness is not None:
-            self.hotness.hold(entry.name)
+        if (order := self._order(entry.name.kind)) is not None:
+            order.hold(entry.name)
+
+    def _remove(self, entry: Entry) -> None:
+        """Take an entry off the device, or leave that to its last pin."""
+        del self._entries[entry.name.kind][entry.name]
+        entry.named = False
+        if entry.pins:
+            self._unnamed.add(entry)
+        else:
+            self._free(entry)
 
     def _widen(self, entry: Entry, tokens: int) -> bool:
         """Give an entry cells for so many tokens, at the cost of others. False: there is no room."""
@@ -371,29 +383,47 @@ class CacheMeta:
         self._share(entry)
         return True
 
+    def _victims(self, kind: str) -> Iterator[Entry]:
+        """What may leave the device, in order."""
+        entries, order = self._entries[kind], self._order(kind)
+        names = entries if order is None else order.coldest()
+        return (entries[name] for name in names if not entries[name].pins)
+
     def _victim(self, kind: str) -> Entry | None:
-        entries = self._entries[kind]
-        names = iter(entries) if kind != "user" or self.hotness is None else self.hotness.coldest()
-        return next((entries[name] for name in names if not entries[name].pins), None)
+        return next(self._victims(kind), None)
 
     def _evict(self, entry: Entry) -> None:
-        name = entry.name
+        name, order = entry.name, self._order(entry.name.kind)
         self.counts[f"{name.kind}_evicted"] += 1
-        self.drop(name)
-        if self.host is None or (self.below is not None and self.below.holds(name, entry.digest)):
-            return
-        of = self._classes[name.kind]
-        used = entry.cells[: self.cells(name.kind, entry.tokens)]
-        if len(used) > self.host.limit(of) * self.host.cells(of):
-            return
-        while (cells := self.host.take(of, len(used))) is None:
-            oldest = next((other for other in self._aside if other.kind == name.kind), None)
-            if oldest is None:
+        self._remove(entry)
+        if self.host is not None and not (self.below is not None and self.below.holds(name, entry.digest)):
+            used = entry.cells[: self.cells(name.kind, entry.tokens)]
+            if order is not None:
+                order.hold(name, "host")
+            if (cells := self._take_host(name, len(used))) is not None:
+                self._aside[name] = _Aside(entry.tokens, entry.digest, cells)
+                self._moves.append(Move("to_host", self._classes[name.kind], used, cells))
+                self.counts["to_host"] += 1
                 return
-            self._leave_host(oldest)
-        self._aside[name] = _Aside(entry.tokens, entry.digest, cells)
-        self._moves.append(Move("to_host", of, used, cells))
-        self.counts["to_host"] += 1
+        if order is not None:
+            order.let_go(name)
+
+    def _take_host(self, name: Name, count: int) -> tuple[int, ...] | None:
+        """So many cells of the host for an entry, at the cost of what goes before it. None: that is too little."""
+        assert self.host is not None
+        of, order = self._classes[name.kind], self._order(name.kind)
+        free, leaving = self.host.room(of), list[Name]()
+        for other in self._aside if order is None else order.coldest("host"):
+            if free >= count or (order is not None and other == name):
+                break
+            if other.kind == name.kind and other in self._aside:  # not one that is being brought back
+                free += len(self._aside[other].cells)
+                leaving.append(other)
+        if free < count:
+            return None
+        for other in leaving:
+            self._leave_host(other)
+        return self.host.take(of, count)
 
     def _bring_back(self, name: Name, content: Valued) -> Entry | None:
         aside = self._aside.get(name)
@@ -432,6 +462,8 @@ class CacheMeta:
     def _leave_host(self, name: Name) -> None:
         assert self.host is not None
         self.host.give_back(self._classes[name.kind], self._aside.pop(name).cells)
+        if (order := self._order(name.kind)) is not None:
+            order.let_go(name)
 
     def _share(self, entry: Entry, by: int = 1) -> None:
         """Remember in which pages an entry has cells; forget it where `by` is -1."""

@@ -21,9 +21,9 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from jgr.cache.entries import Entry, Fetch, Name, Valued
+from jgr.cache.entries import Below, Entry, Fetch, Name, Valued
 from jgr.cache.hotness import Hotness, ItemFrequencies
-from jgr.cache.meta import Below, CacheMeta
+from jgr.cache.meta import CacheMeta
 from jgr.cache.pages import Pages, Room
 
 REFRESH_NS = 1_000_000_000

@@ -4,7 +4,7 @@
 Both are entries of a meta service over pages of the host tier that nothing else uses. Those that the placement puts
 here are pinned by the `CacheWorker`, so they do not go for others; what came from another node is pinned while it
 arrives, and later goes when room is needed, the last used last. The device's meta service finds both below itself
-(`jgr.cache.meta.Below`) and brings them up by the moves that exist.
+(`jgr.cache.entries.Below`) and brings them up by the moves that exist.
 
 The order of the steps is reserve, copy, publish: an entry is found once its bytes are queued in front of every later
 move. Whoever reads an entry for another node pins it; its bytes may then be copied by any thread. All else is called

@@ -11,12 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jgr.cache.entries import Name
-from jgr.cache.hotness import ExponentialWindow, Hotness, ItemFrequencies
+from jgr.cache.hotness import ExponentialWindow, Hotness, ItemFrequencies, Tier
 
 WINDOW = 100
+TIERS: tuple[Tier, ...] = ("device", "host")
 STEPS = st.lists(
     st.tuples(
-        st.integers(0, 90), st.sampled_from("abcde"), st.sampled_from(["touch", "hold", "let_go", "forget"])
+        st.integers(0, 90),
+        st.sampled_from("abcde"),
+        st.sampled_from(["touch", "device", "host", "let_go", "forget"]),
     ),
     max_size=40,
 )
@@ -33,16 +36,16 @@ def exponential(past: list[tuple[int, str]], name: str, now: int) -> float:
 @given(steps=STEPS)
 def test_estimates_are_sums_over_the_past(steps: list[tuple[int, str, str]]) -> None:
     hotness: Hotness = ExponentialWindow(WINDOW, remembered=9)
-    now, past, cached = 0, list[tuple[int, str]](), set[str]()
+    now, past, cached = 0, list[tuple[int, str]](), dict[str, str]()
     for wait, name, verb in steps:
         now += wait
         past.append((now, name))
         hotness.touch(user(name), now)
-        if verb == "hold":
-            cached.add(name)
-            hotness.hold(user(name))
+        if verb in ("device", "host"):
+            cached[name] = verb
+            hotness.hold(user(name), verb)
         elif name in cached and verb in ("let_go", "forget"):
-            cached.remove(name)
+            del cached[name]
             hotness.let_go(user(name))
         if verb == "forget":
             past = [came for came in past if came[1] != name]
@@ -50,10 +53,12 @@ def test_estimates_are_sums_over_the_past(steps: list[tuple[int, str, str]]) -> 
         hotness.check()
         for other in "abcde":
             assert hotness.frequency(user(other), now) == pytest.approx(exponential(past, other, now))
-        order = [name.id for name in hotness.coldest()]
-        assert set(order) == cached and order == [name.id for name in hotness.coldest()]
-        frequencies = [exponential(past, str(name), now) for name in order]
-        assert frequencies == pytest.approx(sorted(frequencies))
+        for tier in TIERS:
+            order = [str(found.id) for found in hotness.coldest(tier)]
+            assert sorted(order) == sorted(who for who, where in cached.items() if where == tier)
+            assert order == [found.id for found in hotness.coldest(tier)]
+            frequencies = [exponential(past, who, now) for who in order]
+            assert frequencies == pytest.approx(sorted(frequencies))
 
 
 def test_only_so_many_strangers_are_remembered() -> None:

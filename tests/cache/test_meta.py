@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -183,6 +185,57 @@ def test_who_is_forgotten_comes_for_the_first_time() -> None:
     assert [meta.forget(user(name)) for name in "abc"] == [False, True, False]
     assert [hotness.frequency(user(name), 0) for name in "abc"] == [0, 0, 0]
     meta.check()
+
+
+@given(
+    device=st.integers(1, 3),
+    host=st.integers(0, 3),
+    comes=st.lists(st.tuples(st.sampled_from("abcdefg"), st.booleans()), max_size=40),
+)
+def test_over_both_tiers_who_comes_least_is_lost_first(
+    device: int, host: int, comes: list[tuple[str, bool]]
+) -> None:
+    """Against lists of who is where, by sums over all times; a user has one page. Some who come are not looked up, as
+    where a prompt is planned to read items."""
+    window, came = 10, dict[str, list[int]]()
+    meta = CacheMeta(Pages(device, PAGE), ROOMS, ExponentialWindow(window, 9), Pages(host, PAGE))
+    near, far = list[str](), list[str]()
+
+    def often(name: str) -> float:
+        return sum(math.exp((at - now) / window) for at in came[name])
+
+    for now, (name, looked_up) in enumerate(comes):
+        came.setdefault(name, []).append(now)
+        assert meta.hotness is not None
+        meta.hotness.touch(user(name), now)
+        kept = len(near) + len(far)
+        assert [meta.has_room("user", 1, more) for more in (1, 2)] == [
+            kept + more <= device + host for more in (1, 2)
+        ]
+        if looked_up and name not in near:
+            taken = len(far)  # where who comes back was stays taken until the copy is planned
+            if name in far:
+                far.remove(name)
+            if len(near) == device:
+                out = min(near, key=often)
+                near.remove(out)
+                if taken == host and (gone := min([*far, out], key=often)) != out:
+                    far.remove(gone)
+                    taken -= 1
+                if taken < host:
+                    far.append(out)
+            near.append(name)
+        if looked_up:
+            keep(meta, user(name), 1)
+        meta.take_moves()
+        meta.check()
+        names = [str(found.id) for found in meta.names("user")]
+        assert (set(names[: len(near)]), set(names[len(near) :])) == (set(near), set(far))
+        assert {who: meta.kept_tokens(user(who)) for who in came} == {
+            who: int(who in near + far) for who in came
+        }
+        least = min(map(often, near + far), default=0.0)
+        assert meta.coldest_frequency(now) == pytest.approx(least)
 
 
 def test_a_boundary_moves_no_page() -> None:

@@ -197,8 +197,7 @@ class PromptScheduler:
         if layout:
             return self._reads_items(layout)
         name = Name("user", user, "user_prefix")
-        entry = self._meta.by_name(name)
-        cached_user = min(user_tokens, 0 if entry is None else entry.tokens)
+        cached_user = min(user_tokens, self._meta.kept_tokens(name))
         at = self._situation(name, Situation(user_tokens, item_tokens, cached_user, item_tokens), now_ns)
         return self._reads_items(choose(self._policy, at, self._hysteresis, self._rule))
 
@@ -416,7 +415,7 @@ class PromptScheduler:
             frequency = meta.hotness.frequency(user, now_ns)
         return replace(
             at,
-            room=meta.has_room("user", (PLENTY if self._rule == "priced" else 1) * tokens),
+            room=meta.has_room("user", tokens, PLENTY if self._rule == "priced" else 1),
             frequency=frequency,
             coldest=meta.coldest_frequency(now_ns),
         )

@@ -27,10 +27,10 @@ PROFILES = [Profile("rank", 3, tokens, 12, packed=True, context=24) for tokens i
 ITEM_TOKENS = [1, 2, 3, 4, 2, 1]
 
 
-def make(policy: Policy, pages: int = 6, max_tokens: int = 30) -> PromptScheduler:
+def make(policy: Policy, pages: int = 6, max_tokens: int = 30, host_pages: int = 0) -> PromptScheduler:
     hotness = ExponentialWindow(50, 20) if policy == "hotness" else None
     rooms = {"user": Room(4, step=4), "item": Room(2, step=2)}  # a byte a token; a user takes whole pages
-    meta = CacheMeta(Pages(pages, 4), rooms, hotness)
+    meta = CacheMeta(Pages(pages, 4), rooms, hotness, Pages(host_pages, 4) if host_pages else None)
     meta.set_limit("item", pages // 2)
     meta.set_limit("user", pages - pages // 2)
     return PromptScheduler(PROFILES, meta, max_tokens=max_tokens, policy=policy, hysteresis=0.0)
@@ -169,7 +169,22 @@ def test_any_interleaving(policy: Policy, data: st.DataObject) -> None:
 
 
 def test_who_comes_for_the_first_time_takes_nobodys_place() -> None:
-    scheduler = make("hotness", pages=8)  # four for users, of four tokens each
+    serve_users(make("hotness", pages=8))  # four for users, of four tokens each
+
+
+def test_the_hosts_room_admits_who_comes_for_the_first_time() -> None:
+    """The same answers where a device with room for one user has a host with room for three."""
+    scheduler = make("hotness", pages=2, host_pages=3)
+    serve_users(scheduler)
+    assert scheduler._meta.number("user") == 1
+    on_device = next(name.id for name in scheduler._meta.names("user"))
+    for user in "bcde":
+        assert not scheduler.would_read_items("", user, 4, 3, 100)
+        assert user == on_device or scheduler._meta.by_name(Name("user", user, "user_prefix")) is None
+    assert scheduler.would_read_items("", "a", 4, 3, 100)
+
+
+def serve_users(scheduler: PromptScheduler) -> None:
     came = [
         "a user",
         "b item",
