@@ -262,7 +262,10 @@ def cpu_times() -> CpuTimes:
     python = {thread.native_id for thread in threading.enumerate()}
     host = model = 0.0
     for path in Path("/proc/self/task").iterdir():
-        seconds = int((path / "schedstat").read_text().split()[0]) / 1e9
+        try:
+            seconds = int((path / "schedstat").read_text().split()[0]) / 1e9
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # the thread has ended since it was listed
         if int(path.name) in python:
             host += seconds
         else:

@@ -16,8 +16,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from jgr.serving.cluster.relay import refusal, reply
 from jgr.serving.errors import RequestError
-from jgr.serving.http.connection import MAX_HEAD_BYTES
-from jgr.serving.http.server import REQUEST_ID
+from jgr.serving.http.bounds import MAX_HEAD_BYTES, REQUEST_ID
 
 STEERS = (b"serve_multiplexed_model_id", b"x_session_id", b"x_request_timeout_seconds")
 """Headers, with _ for -, by which a client would choose a front, or its own timeout, past jgr's routing. Ray answers

@@ -33,12 +33,13 @@ from jgr.serving.cluster.sending import Sending
 from jgr.serving.cluster.whole import Shared, best, erased, metrics, models, readiness, scraped_by
 from jgr.serving.engine.tracing import tracing
 from jgr.serving.errors import RequestError
+from jgr.serving.http.bounds import REQUEST_ID
 from jgr.serving.http.cold import ADMIN_PATHS, UPLOAD_PATH
 from jgr.serving.http.connection import READ_TIMEOUT_S, UPLOAD_TIMEOUT_S
 from jgr.serving.http.front import own_path
 from jgr.serving.http.keys import Keys
 from jgr.serving.http.operations import open_paths
-from jgr.serving.http.server import REQUEST_ID, who
+from jgr.serving.http.server import who
 from jgr.serving.policies.hedging import Hedging
 
 HEALTH, READY = ("/health/", "/v2/health/"), "/health/ready"

@@ -22,6 +22,7 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from jgr.serving.errors import RETRY_AFTER_S, STATUS, RequestError
+from jgr.serving.http.bounds import MAX_HEAD_BYTES
 from jgr.serving.http.cold import UPLOAD_PATH
 from jgr.serving.http.front import own_path
 from jgr.serving.http.refusals import error_body
@@ -30,7 +31,6 @@ from jgr.serving.http.server import Departure, Headers, Visit
 READ_TIMEOUT_S = 10.0
 UPLOAD_TIMEOUT_S = 600.0
 """Seconds in which the body of a catalog must arrive; `READ_TIMEOUT_S` without a byte end it too."""
-MAX_HEAD_BYTES = 1 << 16
 MAX_PIPELINED = 16
 """Requests that one connection may send ahead; then the server reads no more from it until one is answered."""
 MAX_FRAMING_BYTES, FRAMING_PER_BYTE = 1 << 20, 16

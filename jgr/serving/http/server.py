@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,6 +32,7 @@ from jgr.serving.engine.tracing import Trace, Tracing, tracing
 from jgr.serving.errors import STATUS, ErrorType, RequestError, invalid, quoted
 from jgr.serving.explanations import ExplainRank, ExplainRecommend
 from jgr.serving.http.access import log_access
+from jgr.serving.http.bounds import REQUEST_ID
 from jgr.serving.http.cold import ADMIN_PATHS, EXPLAIN_RANK, EXPLAIN_RECOMMEND, USERS_PATH, Cold
 from jgr.serving.http.decoding import UNREADABLE, refusal
 from jgr.serving.http.keys import ANYBODY, Caller, Keys
@@ -55,7 +55,6 @@ T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 _encode = msgspec.json.Encoder().encode
-REQUEST_ID = re.compile(rb"[\x20-\x7e]{1,128}")
 _ERROR_HEADERS: dict[ErrorType, Headers] = {
     "unauthorized": [(b"www-authenticate", b"Bearer")],
     "method_not_allowed": [(b"allow", b"POST")],

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 from typing import Any
 from unittest.mock import Mock
 
@@ -14,7 +16,7 @@ from uvicorn.server import ServerState
 
 from jgr.serving.cluster.doors import MOST_READ, doors
 from jgr.serving.cluster.relay import Answered, Asked, ask, reply
-from jgr.serving.http.connection import MAX_HEAD_BYTES
+from jgr.serving.http.bounds import MAX_HEAD_BYTES
 
 
 def asked(*headers: tuple[bytes, bytes]) -> tuple[Answered, list[Any]]:
@@ -28,6 +30,13 @@ def asked(*headers: tuple[bytes, bytes]) -> tuple[Answered, list[Any]]:
     (door,) = doors()
     answered = asyncio.run(ask(door.cls(behind), Asked("GET", "/v1/models", b"", list(headers), b"")))
     return answered, passed
+
+
+def test_a_proxy_does_not_wait_for_jax() -> None:
+    code = "import sys, jgr.serving.cluster.doors; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = set(done.stdout.split())
+    assert "jgr.serving.cluster.doors" in loaded and loaded & {"jax", "jaxlib"} == set()
 
 
 def test_a_head_that_is_too_large_goes_no_further() -> None:

@@ -20,7 +20,8 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from jgr.config import ConfigError
 from jgr.fields import COMPARED_CHARS
-from jgr.serving.http.connection import MAX_FRAMING_BYTES, MAX_HEAD_BYTES, OneWrite
+from jgr.serving.http.bounds import MAX_HEAD_BYTES
+from jgr.serving.http.connection import MAX_FRAMING_BYTES, OneWrite
 from tests.serving.fakes import PATIENCE_S, LiveServer, make_config
 
 ROOT = Path(__file__).resolve().parents[3]
