@@ -83,6 +83,7 @@ MODELS: Mapping[str, Model] = {
     "beauty-text": Model("Amazon Beauty", GENERATOR, "ids of texts"),
     "hstu-counting-sports": Model("Amazon Sports", SCORER, "HSTU"),
     "informed-sports": Model("Amazon Sports", SCORER, "HSTU with texts"),
+    "informed-sports_repeats": Model("Amazon Sports", SCORER, "HSTU with texts and weights for the history"),
     "informed-sports_near": Model("Amazon Sports", SCORER, "HSTU with texts and co-occurrence"),
     "hstu-counting-instruments": Model("Amazon Instruments", SCORER, "HSTU"),
     "ml1m": Model("MovieLens 1M", GENERATOR),
