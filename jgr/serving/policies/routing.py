@@ -41,7 +41,7 @@ TRUST = 0.25
 it too: routers that all go at once to where little was find the most there, and are elsewhere after the next report."""
 SILENT_NS = 30 * 1_000_000_000
 """After so long without a report, what others have sent to a node is taken for done."""
-_TIE = 1e-9 / 2**64  # smaller than any difference that is one
+_TIE = 1e-9  # smaller than any difference that is one
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +133,7 @@ class Router:
         self._last: OrderedDict[str, tuple[str, int]] = OrderedDict()
         self._unsent: OrderedDict[str, Float64] = OrderedDict()  # [slots] tokens to compute, by request
         self._turn = int(keys([name])[0]) % 2**32  # so that routers do not go in step
+        self._chance = np.random.Generator(np.random.SFC64(self._turn))  # draws the order of equal nodes
         self._now_ns = self._swept_ns = 0
         self.best_score = 0.0
         """What the first of the last ranking got; 0 under a rule without a score."""
@@ -188,7 +189,7 @@ class Router:
         elif self._rule == "hash":
             order = self._by_hash(ask)
         elif self._rule == "random":
-            order = np.argsort(self._shuffled(self._turn)).tolist()
+            order = self._chance.permutation(len(self._names)).tolist()
         else:
             count = len(self._names)
             order = [(self._turn + step) % count for step in range(count)]
@@ -350,10 +351,11 @@ class Router:
         if len(self._unsent) > UNSENT:
             self._unsent.popitem(last=False)
         # Of equal nodes, each has the same chance.
-        cost = self._shuffled(self._turn) * _TIE
+        cost = self._chance.random(len(self._names))
+        cost *= _TIE
         for term in self._terms:
             cost -= term(view)
-        order: list[int] = np.argsort(cost).tolist()
+        order: list[int] = cost.argsort().tolist()
         best = order[0]
         if ask.tried:
             best = next((slot for slot in order if self._names[slot] not in ask.tried), best)
@@ -363,14 +365,10 @@ class Router:
     def _by_hash(self, ask: Ask) -> list[int]:
         """The nodes by a hash of user and node, so that few users move where a node comes or goes; those that have
         their bound come last."""
-        mixed = self._shuffled(int(keys([ask.user or ask.id])[0]))
+        mixed = (self._hashes ^ keys([ask.user or ask.id])) * np.uint64(0xD6E8FEB86659FD93)  # looks drawn
+        mixed ^= mixed >> np.uint64(32)
+        mixed *= np.uint64(0x9E3779B97F4A7C15)
         running = self._bookings.running
         full = running + 1 > np.ceil(BOUND * (running.sum() + 1) / len(running))
         order: list[int] = np.lexsort((mixed, full)).tolist()
         return order
-
-    def _shuffled(self, by: int) -> Keys:
-        """A number for each node that looks drawn, by a 64 bit number: a rendezvous hash."""
-        mixed = (self._hashes ^ np.uint64(by)) * np.uint64(0xD6E8FEB86659FD93)
-        mixed ^= mixed >> np.uint64(32)
-        return mixed * np.uint64(0x9E3779B97F4A7C15)

@@ -70,6 +70,14 @@ class View(NamedTuple):
         return self.tokens - self.reused
 
 
+def _below_mean(work: Float64, pace: Float64, weight: float) -> Float64:
+    """How much less time than the mean node each node needs for its work, a share of that mean times the weight."""
+    score = work * pace
+    score *= -weight * len(work) / float(work.dot(pace))
+    score += weight
+    return score
+
+
 class Term(Protocol):
     """A part of the score of each node, [n] float64, an array of its own; more is better."""
 
@@ -77,23 +85,13 @@ class Term(Protocol):
 
 
 @dataclass(frozen=True)
-class UserEntries:
-    """The share of the prompt that the user's own entry saves."""
+class Reuse:
+    """The share of the prompt that a node would not compute."""
 
     weight: float = 1.0
 
     def __call__(self, view: View) -> Float64:
-        return view.user * (self.weight / view.tokens)
-
-
-@dataclass(frozen=True)
-class ItemEntries:
-    """The share of the prompt that the candidates' entries save beyond what the user's would."""
-
-    weight: float = 1.0
-
-    def __call__(self, view: View) -> Float64:
-        return (view.reused - view.user) * (self.weight / view.tokens)
+        return view.reused * (self.weight / view.tokens)
 
 
 @dataclass(frozen=True)
@@ -103,8 +101,7 @@ class Load:
     weight: float = LOAD
 
     def __call__(self, view: View) -> Float64:
-        ahead = (view.load + view.tokens) * view.pace
-        return self.weight - ahead * (self.weight * len(ahead) / float(np.add.reduce(ahead)))
+        return _below_mean(view.load + view.tokens, view.pace, self.weight)
 
 
 @dataclass(frozen=True)
@@ -167,8 +164,7 @@ class Share:
     weight: float = SHARE
 
     def __call__(self, view: View) -> Float64:
-        recent = (view.recent + FEW * view.tokens) * view.pace
-        return self.weight - recent * (self.weight * len(recent) / float(np.add.reduce(recent)))
+        return _below_mean(view.recent + FEW * view.tokens, view.pace, self.weight)
 
 
 @dataclass(frozen=True)
@@ -213,7 +209,7 @@ def terms_of(
     rule: Rule, load: float = LOAD, affinity: float = AFFINITY, share: float = SHARE
 ) -> tuple[Term, ...]:
     """The terms of a rule; empty where it has no score."""
-    reuse = (UserEntries(), ItemEntries(), Affinity(affinity))
+    reuse = (Reuse(), Affinity(affinity))
     by_rule: Mapping[Rule, tuple[Term, ...]] = {
         "joint": (*reuse, Load(load), Share(share), Late()),
         "hit": reuse,

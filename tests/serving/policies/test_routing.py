@@ -18,15 +18,14 @@ from jgr.serving.policies.routing import BOUND, REPORTED_NS, SILENT_NS, Ask, Rep
 from jgr.serving.policies.routing_terms import (
     RULES,
     Affinity,
-    ItemEntries,
     Late,
     Load,
     Matched,
     Residency,
+    Reuse,
     Rule,
     Running,
     Share,
-    UserEntries,
     View,
 )
 
@@ -66,9 +65,8 @@ def report(
 @pytest.mark.parametrize(
     ("term", "score"),
     [
-        (UserEntries(), [0.5, 0, 0]),
-        (UserEntries(weight=3), [1.5, 0, 0]),
-        (ItemEntries(), [0, 0.25, 0]),  # beyond what the user's entry saves
+        (Reuse(), [0.5, 0.25, 0]),  # the user's entry at a, the items' at b
+        (Reuse(weight=3), [1.5, 0.75, 0]),
         (Load(1), [-0.5, 0, 0.5]),  # 6000, 4000 and 2000 tokens with this request
         (Load(0.5), [-0.25, 0, 0.25]),
         (Share(1), [-3 / 43, 3 / 43, 0]),  # 600, 0 and 300 tokens, and 4000 besides
