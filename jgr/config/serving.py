@@ -30,8 +30,8 @@ class ExecutorsConfig:
     # Most new events that are computed on top of a cached user and written behind it; 0: a history that grew is
     # computed whole. Only for models whose events do not depend on later ones.
     growth: int = 0
-    # Numbers of events for which there are programs of their own, with share_user=cache; a user takes the shortest that
-    # holds the history. Empty: half, a quarter and an eighth of the model's longest, none below 64.
+    # Numbers of events for which there are programs of their own, unless share_user=part; a user takes the shortest
+    # that holds the history. Empty: half, a quarter and an eighth of the model's longest, none below 64.
     history_lengths: tuple[int, ...] = ()
     # How Climber is computed, with the same scores (FLAME-7). op_by_op: each operation is a program, dispatched by the
     # host; xla: one program; fused: one program with the fused ops, as all other models have it.
@@ -45,8 +45,8 @@ class ExecutorsConfig:
             raise ConfigError("executors.growth: needs executors.share_user=cache, which keeps users")
         if self.history_lengths:
             sizes("executors.history_lengths", self.history_lengths)
-            at_most = self.share_user == "cache" and len(self.history_lengths) <= 8
-            require(at_most, "executors.history_lengths: at most 8, and only with executors.share_user=cache")
+            at_most = self.share_user != "part" and len(self.history_lengths) <= 8
+            require(at_most, "executors.history_lengths: at most 8, and none with executors.share_user=part")
 
 
 @dataclass(frozen=True)

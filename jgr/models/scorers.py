@@ -383,11 +383,11 @@ def growing(cfg: ScorerConfig) -> Growing:
 
 
 def windows(cfg: ScorerConfig, lengths: Sequence[int] = ()) -> tuple[int, ...]:
-    """Numbers of events, ascending, for which a family's kept users have programs: each is computed by those for the
+    """Numbers of events, ascending, for which the users of a family have programs: each is computed by those for the
     fewest events that hold it. The last number is the model's longest history.
 
     lengths: the others, of which those are left out that save nothing; empty: the half, the quarter and the eighth of
-    the places that a history has in what is kept, but none below LEAST_WINDOW.
+    the places that a history has in a user's state, but none below LEAST_WINDOW.
     """
     places = cfg.part if isinstance(cfg, ClimberConfig) else cfg.max_items
     halves = (places // by for by in (8, 4, 2))

@@ -137,7 +137,7 @@ class Orchestrator(Policy[_Live]):
 
     executors: the size of each, by its number. costs: seconds of a run at each size. max_queue: bound on jobs none of
     whose runs has started. streams: bound on runs at a time; None: as many as there are executors. whole: costs by size
-    of a part that computes the user too, to be compared with USER_PART and the parts; None: there are no such parts.
+    of a part that computes a user of any length too, to be compared with USER_PART and the parts; None: there are none.
     shorter: as costs, of users of at most so many events (`UserPart.within`). users: which users' parts are kept; None:
     none are. ordering: see Policy.
 
@@ -242,8 +242,9 @@ class Orchestrator(Policy[_Live]):
         if reads and fitting:
             best = min(fitting, key=lambda size: (self._whole[size], size))
             apart_s = costs[USER_PART] + sum(costs[size] for size in sizes)
-            # One part and its user are the same work in one run or two, whatever noise has been measured.
-            if len(sizes) == 1 or self._whole[best] <= apart_s:
+            # One part and its user are the same work in one run or two, whatever noise has been measured: unless the
+            # user is short, for `whole` is of the longest.
+            if (len(sizes) == 1 and not within) or self._whole[best] <= apart_s:
                 return False, (best,)
         return reads, sizes
 

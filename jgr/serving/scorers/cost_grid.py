@@ -104,7 +104,7 @@ def _between(values: Sequence[int], unit: int) -> tuple[int, ...]:
 
 
 def _of_history(cfg: ScorerConfig, params: PyTree, sizes: Sequence[int], build: Build) -> list[Trial]:
-    programs = Programs(cfg, params, sizes, "request", None, build=build)
+    programs = Programs(cfg, params, sizes, "request", None, build=build, lengths=(cfg.max_items,))
     for size in (USER_PART, *sizes):
         programs.compile(size)
     block, views = new_block(programs.user)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The compiled programs of a scorer, and the buffer from which one reads its inputs (FLAME-6, 10).
 
-How often a user's part is computed decides which programs there are, see `jgr.serving.scorers.executors`. What is kept
-of users by their length is computed and read by programs for several lengths (`scorers.windows`), of which each user
-has the shortest: so a short user takes less time, as it takes less memory.
+How often a user's part is computed decides which programs there are, see `jgr.serving.scorers.executors`. Where it is
+a run of its own, it is computed and read by programs for several lengths (`scorers.windows`), of which each user has
+the shortest: so a short user takes less time, and what is kept of it by its length takes less memory. A part that
+computes the user too has a program for the longest alone, since each further one would be compiled for every size.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class Programs:
     operation after the other. Raises HistoryIsWhole where the model's users cannot grow, ConfigError where it has no
     such build. devices: those that share the model; all else than its items is whole on each of them. paged: whether
     the items' embeddings are given to each run as the rows that it reads, in order: a history's, then candidates'.
-    lengths: see `scorers.windows`; for kept users alone. apart: whether parts are given their candidates' records as an
+    lengths: see `scorers.windows`; not for `part`. apart: whether parts are given their candidates' records as an
     array on the device, beside their buffer and not in it.
     """
 
@@ -105,7 +106,7 @@ class Programs:
         self.growth, self._keeping = growth, growing(cfg) if growth else kept
         self.along: PyTree = None if self._keeping is None else self._keeping.along
         """For each leaf of what is kept the axis of the user's tokens; None: its size is the same for all users."""
-        events = (self.needs.max_items,) if self._keeping is None else scorers.windows(cfg, lengths)
+        events = (self.needs.max_items,) if share == "part" else scorers.windows(cfg, lengths)
         self.windows: tuple[Window, ...] = tuple(map(self._window, events))
         """For users of how many events there are programs, ascending; the last are those of all users."""
         self._forms = {_form(window.state): window for window in self.windows[::-1]}

@@ -137,6 +137,11 @@ def test_requests_are_split_and_foreseen_by_the_costs_of_the_users_length() -> N
         return Job(id, "rank", 0, 7, 0, None, user=UserPart("somebody", within=within))
 
     assert o.parts(7, True) == (True, (8,)) and o.parts(7, True, 2) == (True, (4, 4))
+    for seconds, of_short in ((4.9, (False, (8,))), (5.1, (True, (4, 4)))):
+        both = Orchestrator((USER_PART, 4, 8), costs, max_queue=9, shorter={2: short}, whole={8: seconds})
+        assert both.parts(7, True) == (False, (8,)) and both.parts(7, True, 2) == of_short
+    one = Orchestrator((USER_PART, 8), costs, max_queue=9, shorter={2: short}, whole={8: 31.0})
+    assert one.parts(7, True) == (False, (8,)) and one.parts(7, True, 2) == (True, (8,))
     assert [o._alone_ns(of(within)) for within in (0, 2, 99)] == [
         30e9,
         5e9,
@@ -371,7 +376,7 @@ class AgainstNaive(RuleBasedStateMachine):
         if short:  # 1 and 5: twos alone
             parts = [2] * -(-count // 2)
         naive = Naive(new, new.id, held=waits)
-        if reads and (count > (2 if short else 4) or not count):  # one part has its user in it
+        if reads and (short or count > 4 or not count):  # one part has its user in it, if of any length
             naive.runs[USER_PART, 0, 0] = "waiting"
         for at, size in enumerate(parts):
             first = sum(parts[:at])

@@ -6,7 +6,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -19,17 +20,34 @@ from jgr.config import Config, ConfigError, override
 from jgr.models import climber, scorers
 from jgr.models.climber import ClimberConfig
 from jgr.models.hstu import HstuConfig
+from jgr.models.lru_rec import LruRecConfig
 from jgr.models.params import PyTree
+from jgr.models.retrievers import RetrieverConfig
+from jgr.models.sasrec import SasrecConfig
 from jgr.models.scorers import ScorerConfig
 from jgr.serving.policies.orchestration import USER_PART
 from jgr.serving.scorers.executors import Executor, PartWork, Programs, Read, ReadWork
+from jgr.serving.scorers.programs import UserPrograms, Window
 from jgr.serving.scorers.user_block import new_block
-from tests.serving.scorer_fakes import DAY, HSTU, N_ITEMS, draw
+from tests.serving.scorer_fakes import DAY, HSTU, ITEMS, N_ITEMS, STU, ScorerServer, draw, make_folder
 from tests.serving.scorers.test_growth import GROWING_STU
-from tests.serving.scorers.test_kept_users import CLIMBER
+from tests.serving.scorers.test_kept_users import CLIMBER, SASREC, body
+from tests.serving.scorers.test_server import directly
 
 GROWTH, PLACES = 2, 6
 EVENTS = np.random.default_rng(4).integers(0, N_ITEMS, PLACES)
+FAMILIES: dict[str, ScorerConfig] = {
+    "hstu": HSTU,
+    "stu": STU,
+    "sasrec": SASREC,
+    "lrurec": LruRecConfig(n_items=N_ITEMS, max_items=PLACES, hidden=8, layers=1, mlp=8, items=SASREC.items),
+    "climber": CLIMBER,
+}
+
+
+def without(body: dict[str, Any], fields: set[str]) -> dict[str, Any]:
+    """A request that says nothing which the model does not read."""
+    return {name: value for name, value in body.items() if name not in fields}
 
 
 @dataclass(eq=False)
@@ -115,6 +133,41 @@ def test_a_short_user_is_read_in_small_arrays_and_a_size_has_a_program_for_each_
     assert small.cost_analysis()["flops"] < large.cost_analysis()["flops"]  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("share", ["request", "cache"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_over_http_a_short_user_is_computed_in_the_shortest_program_that_holds_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, share: str
+) -> None:
+    """Scores are compared with `read` and `score` of the whole window, which know of no programs."""
+    cfg, used = FAMILIES[name], list[int]()
+    unread = {"history_actions"} if isinstance(cfg, get_args(RetrieverConfig)) else set()
+    if isinstance(cfg, SasrecConfig | LruRecConfig):
+        unread |= {"history_times", "time"}
+
+    def noting(self: Programs, window: Window) -> UserPrograms:
+        used.append(window.events)
+        return user_part(self, window)
+
+    user_part = Programs.user_part
+    settings = f"executors.share_user={share}", "executors.history_lengths=2", "cache.device_mb=0.1"
+    with ScorerServer(make_folder(tmp_path / "model", cfg, *settings)) as server:
+        executors = server.engine.served.executors  # type: ignore[union-attr]
+        assert list(executors.shorter) == [2]
+        assert executors.shorter[2].keys() == executors.costs.keys() == {USER_PART, 4, 8}
+        assert executors.whole.keys() == ({4, 8} if share == "request" else set())
+        monkeypatch.setattr(Programs, "user_part", noting)
+        before = server.metric('jgr_compilations_total{phase="request"}')
+        bodies = [body(cfg, events, user_id=f"u{events}") for events in range(1, PLACES + 1)]
+        answers = [server.rank(**without(asked, unread)) for asked in bodies]  # each in more than one part
+        assert server.metric('jgr_compilations_total{phase="request"}') == before
+        assert server.metric('jgr_parts_total{size="0"}') == PLACES
+    assert used == [2, 2, 6, 6, 6, 6]
+    for asked, answer in zip(bodies, answers, strict=True):
+        rows = [ITEMS.index(item["item_id"]) for item in answer["items"]]
+        found = [list(item.get("scores", {"": item["score"]}).values()) for item in answer["items"]]
+        np.testing.assert_allclose(found, directly(cfg, asked)[rows], atol=1e-6, rtol=1e-6)
+
+
 def test_which_lengths_there_are() -> None:
     long = HstuConfig(**{**vars(HSTU), "max_items": 2048, "length": 2059})
     assert scorers.windows(long) == (256, 512, 1024, 2048)
@@ -126,5 +179,6 @@ def test_which_lengths_there_are() -> None:
     for wrong in ("executors.history_lengths=9,3", "executors.history_lengths=1,2,3,4,5,6,7,8,9"):
         with pytest.raises(ConfigError, match="history_lengths"):
             override(kept, wrong)
-    with pytest.raises(ConfigError, match="share_user=cache"):
-        override(Config(), "executors.history_lengths=3")
+    assert override(Config(), "executors.history_lengths=3").executors.share_user == "request"
+    with pytest.raises(ConfigError, match="history_lengths: at most 8, and none"):
+        override(Config(), "executors.history_lengths=3", "executors.share_user=part")
