@@ -108,6 +108,8 @@ def test_serve_build_writes_a_file_that_serve_takes(folder: Path, environment: M
 def test_serve_run_of_the_file_answers_as_one_engine(folder: Path, environment: Mapping[str, str]) -> None:
     port = own_port("127.0.0.1")
     url, log = f"http://127.0.0.1:{port}", folder / "log"
+    # A command that a shell runs in the background ignores SIGINT, and so do all that it starts, Ray's too.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with log.open("w") as output:
         process = subprocess.Popen(
             [SERVE, "run", str(copied(folder, port))], stdout=output, stderr=output, cwd=ROOT, env=environment
