@@ -27,8 +27,8 @@ from benchmarks.peers.lines import Message, serve
 from configs import hstu_beauty
 from jgr.config import Config
 from jgr.data.datasets import Dataset, load_dataset
+from jgr.heap import keep_memory
 from jgr.models import retrievers
-from jgr.training.memory import keep_memory
 from jgr.training.retriever import softmax_loss, train_retriever, training_sequences
 from jgr.training.run import LAG
 from jgr.training.trainer import Trainer

@@ -23,6 +23,7 @@ FLOORS = (
         "jgr.config",
         "jgr.files",
         "jgr.extras",
+        "jgr.heap",
         "jgr.catalog",
         "jgr.prompt",
         "jgr.data",

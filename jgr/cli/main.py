@@ -25,6 +25,7 @@ from absl import flags
 from jgr import __version__, extras
 from jgr.cli import console
 from jgr.config import Config, UserError
+from jgr.heap import keep_memory
 
 COMMANDS = {
     "demo": "jgr.cli.demo",
@@ -122,6 +123,7 @@ def _run(arguments: list[str]) -> int:
     flags.FLAGS.set_gnu_getopt()  # flags may follow arguments: jgr bench serve --rate=10
     _, *positional = flags.FLAGS([f"jgr {name}", *rest])
     console.set_up_logging(flags.FLAGS.log_format, flags.FLAGS.log_level)
+    keep_memory(os.environ)  # before a command starts threads
     return command.main(positional) or 0
 
 

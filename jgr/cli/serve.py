@@ -10,7 +10,6 @@ that cannot be served.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import logging
 import os
@@ -24,8 +23,8 @@ from typing import TYPE_CHECKING
 from absl import flags
 
 from jgr.cli import console
-from jgr.cli.heap import few_heaps
 from jgr.config import Config, UserError
+from jgr.heap import give_back
 
 if TYPE_CHECKING:
     from jgr.serving.versions.sources import Loaded
@@ -56,7 +55,6 @@ def main(argv: Sequence[str]) -> int:
     from jgr.serving.http.ports import hold_ports
     from jgr.serving.versions.sources import configurations, load_all
 
-    few_heaps()
     given = {
         "server.api_key": flags.FLAGS.api_key,
         "server.port": flags.FLAGS.port,
@@ -140,9 +138,7 @@ def _settle() -> None:
     gc.unfreeze()
     gc.collect()
     gc.freeze()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
-    if trim is not None:
-        trim(0)
+    give_back()
 
 
 def _leave(number: int, frame: FrameType | None) -> None:

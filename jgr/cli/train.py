@@ -7,7 +7,6 @@ only with --overwrite does that replace a trained model.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,12 +36,10 @@ def main(argv: Sequence[str]) -> int:
         return _controller(config.train)
     extras.require("train", "jgr train")
     from jgr.data.datasets import load_dataset
-    from jgr.training.memory import keep_memory
     from jgr.training.run import make_way
 
     if config.train.out:
         make_way(config.train.out, flags.FLAGS.fresh, flags.FLAGS.overwrite)
-    keep_memory(os.environ)
     dataset = load_dataset(config.data)
     with console.progress_bar("training") as bar:
         folder = fit(config, dataset, bar)

@@ -39,9 +39,12 @@ from jgr.models.params import CheckpointError, PyTree
 from jgr.models.retrievers import RetrieverConfig
 from jgr.models.stu_scorer import HistoryIsWhole, StuScorerConfig
 from jgr.models.table_file import ITEMS
+from jgr.ops import split
 
 LEAST_WINDOW = 64
 """Below so many events a window is not divided: what a run costs besides its events is more."""
+MANY = 2048
+"""Fewer candidates of a run are read row by row, however small the table is."""
 
 
 class Users(NamedTuple):
@@ -175,15 +178,25 @@ class _Retriever:
         return jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
 
     def score(self, params: Any, cfg: RetrieverConfig, state: jax.Array, candidates: Candidates) -> jax.Array:
-        rows = jnp.maximum(candidates.rows, 0)
-        embed, bias = retrievers.retriever(cfg).output(params, rows)
-        found = jnp.einsum("bmd,bd->bm", embed, state)
-        found = found if bias is None else found + bias
+        found = self._products(params, cfg, state, jnp.maximum(candidates.rows, 0))
         if cfg.repeats:
             if candidates.ages is None:
                 raise ValueError("this model's scores depend on the candidates' ages: they must be given")
             found = found + repeats.of_candidates(params.repeats, candidates.ages)
         return jnp.where(candidates.rows >= 0, found, 0.0)[..., None]
+
+    def _products(self, params: Any, cfg: RetrieverConfig, state: jax.Array, rows: jax.Array) -> jax.Array:
+        """The products of users' vectors [B, D] with their candidates' rows [B, M], and the biases, [B, M]."""
+        output = retrievers.retriever(cfg).output
+        # Rows that lie anywhere in memory are read more slowly than the whole table from its begin to its end.
+        if rows.size >= max(MANY, len(params.embed) // 2):
+            embed, bias = output(params)
+            scores = state @ embed.T
+            scores = split.everywhere(scores if bias is None else scores + bias)
+            return jnp.take_along_axis(scores, rows, axis=1)
+        embed, bias = output(params, rows)
+        found = jnp.einsum("bmd,bd->bm", embed, state)
+        return found if bias is None else found + bias
 
 
 class _GrowingHstu:

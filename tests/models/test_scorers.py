@@ -90,6 +90,25 @@ def test_a_retrievers_scores_are_those_it_retrieves_by(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["sasrec", "lrurec", "hstu"])
+def test_many_candidates_are_scored_by_the_whole_table_to_the_same(name: str) -> None:
+    cfg = CONFIGS[name]
+    model = scorers.scorer(cfg)
+    params, given = initialize(model.spec(cfg), jax.random.key(0)), users()
+    score = jax.jit(partial(model.score, cfg=cfg))
+    rows = np.random.default_rng(3).integers(-1, ITEMS, (3, scorers.MANY // 3 + 1)).astype(np.int32)
+    state = model.read(params, cfg, given)
+    many = Candidates(rows, {})
+    assert f"{rows.shape[1]},8]" not in score.lower(params, state=state, candidates=many).compile().as_text()
+    few = [
+        np.asarray(score(params, state=state, candidates=Candidates(part, {})))
+        for part in np.array_split(rows, 2, axis=1)
+    ]
+    found = np.asarray(score(params, state=state, candidates=many))
+    np.testing.assert_allclose(found, np.concatenate(few, axis=1), atol=1e-6)
+    assert not found[rows < 0].any()
+
+
+@pytest.mark.parametrize("name", ["sasrec", "lrurec", "hstu"])
 def test_scoring_touches_the_rows_of_the_candidates_alone(name: str) -> None:
     def flops(items: int) -> float:
         cfg = replace(CONFIGS[name], n_items=items)

@@ -10,12 +10,12 @@ import sys
 
 import pytest
 
-from jgr.training import memory
+from jgr import heap
 
 MIB = 1 << 20
 READ = f"""
 import ctypes, os, threading
-from jgr.training.memory import keep_memory
+from jgr.heap import keep_memory
 class Found(ctypes.Structure):
     _fields_ = [(name, ctypes.c_size_t) for name in
                 "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()]
@@ -58,4 +58,37 @@ def test_glibc_keeps_what_it_has_taken() -> None:
 
 def test_another_c_library_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
-    assert memory.keep_memory(()) is False
+    assert heap.keep_memory(()) is False
+
+
+THREADS = 16
+COUNTED = f"""
+import ctypes, os, threading
+from jgr.heap import keep_memory
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+there = threading.Barrier({THREADS})
+
+def take():
+    libc.malloc(5000)
+    there.wait()
+
+keep_memory(os.environ)
+threads = [threading.Thread(target=take) for _ in range({THREADS})]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+libc.malloc_stats()
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_stats"), reason="the C library is no glibc")
+@pytest.mark.parametrize(("environment", "heaps"), [({}, 1), ({"MALLOC_ARENA_MAX": "3"}, 3)])
+def test_all_threads_share_the_heaps_that_there_may_be(environment: dict[str, str], heaps: int) -> None:
+    ours = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+    told = subprocess.run(
+        [sys.executable, "-c", COUNTED], env=ours | environment, capture_output=True, text=True, check=True
+    )
+    assert sum(line.startswith("Arena ") for line in told.stderr.splitlines()) == heaps
