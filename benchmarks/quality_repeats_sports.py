@@ -3,8 +3,7 @@
 Sports and Outdoors.
 
 The width and the temperature are those of benchmarks/quality_repeats_industrial.py, which validated best there; the
-length of a history is Beauty's. Steps are six passes over the users, which bounds the time: validation still rises in
-the last of them.
+length of a history is Beauty's. Steps are six passes over the users; validation was best before the last of them ended.
 
     JGR_DATA=FOLDER python -m benchmarks.quality_repeats_sports      FOLDER holds amazon-sports
 """
