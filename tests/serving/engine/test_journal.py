@@ -38,10 +38,11 @@ class Held:
         self.errors: list[Exception] = []
 
     def launch(self, start: Start, work: Any) -> Any:
+        error = self.errors.pop() if self.errors else None  # what is told later is for later launches
         self.entered.release()
         assert self.open.wait(PATIENCE_S)
-        if self.errors:
-            raise self.errors.pop()
+        if error is not None:
+            raise error
         return self._launch(start, work)
 
 
