@@ -41,7 +41,7 @@ WORDS: Mapping[str, Mapping[str, str]] = {
         "beauty_repeats": "Beauty, history weighted",
         "industrial_repeats": "Industrial with weights",
         "sports": "Amazon Sports",
-        "sports_repeats": "Sports, history weighted",
+        "sports_repeats": "Sports with weights",
         "sports_near": "Amazon Sports, and what was taken near them",
         "instruments": "Amazon Instruments",
     },
