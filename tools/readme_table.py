@@ -4,9 +4,9 @@
     python -m tools.readme_table
 
 README has the claims of `HEADLINES`, how many others there are and how many of all were missed; docs/benchmarks.md has
-all, and what the order of a prompt costs; docs/fleet.md has what clients saw of each fault. Claims that are stale
-(tools/claims.py) are marked. Each table stands between two marker comments; a test fails when it
-differs from what the result files and the code say.
+all, why targets are missed (benchmarks/misses.py), and what the order of a prompt costs; docs/fleet.md has what clients
+saw of each fault. Claims that are stale (tools/claims.py) are marked. Each table stands between two marker comments; a
+test fails when it differs from what the result files and the code say.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.harness import read_result
+from benchmarks.misses import MISSES, missed_by
 from benchmarks.titles import shown, unit
 from tools.claims import STALE, stale
 
@@ -34,6 +35,8 @@ ORDER_BEGIN = "<!-- order: written by python -m tools.readme_table -->"
 ORDER_END = "<!-- end of order -->"
 FAULTS_BEGIN = "<!-- faults: written by python -m tools.readme_table -->"
 FAULTS_END = "<!-- end of faults -->"
+MISSES_BEGIN = "<!-- misses: written by python -m tools.readme_table -->"
+MISSES_END = "<!-- end of misses -->"
 ORDER_METRICS = ("recall@5", "mrr@5", "ndcg@5", "recall@10", "mrr@10", "ndcg@10")
 HEADLINES = (
     "least-time-of-any-peer-over-jgr",
@@ -124,11 +127,11 @@ def table(results: Sequence[Result], only: Sequence[str] | None = None) -> str:
         for claim in result["claims"]:
             if (claim["target"] == 0 and claim["holds"]) or (only is not None and claim["id"] not in only):
                 continue
-            target = f"{'≥' if claim['better'] == 'higher' else '≤'} {claim['target']:,.4g}"
+            target = _target(claim)
             rows.append(
                 (
                     shown(claim),
-                    f"{claim['value']:,.4g} {unit(claim)}".rstrip(),
+                    _value(claim),
                     claim["better"],
                     target if claim["holds"] else f"{target}, **missed**",
                     where,
@@ -254,6 +257,31 @@ def _markdown(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:]])
 
 
+def misses(results: Sequence[Result]) -> str:
+    """A Markdown list of the targets that are missed: the figures of each, and the reason."""
+    lines = []
+    for miss in MISSES:
+        figures = [
+            f"`{result['benchmark']}`: "
+            + ", ".join(f"{claim['value']:,.4g} of {_target(claim)}" for claim in claims)
+            for result in results
+            if (claims := missed_by(miss, result["claims"]))
+        ]
+        if figures:
+            lines.append(f"- **{miss.what}** ({'; '.join(figures)}). {miss.why}")
+    return "\n".join(
+        textwrap.fill(line, 120, subsequent_indent="  ", break_on_hyphens=False) for line in lines
+    )
+
+
+def _target(claim: Mapping[str, Any]) -> str:
+    return f"{'≥' if claim['better'] == 'higher' else '≤'} {claim['target']:,.4g}"
+
+
+def _value(claim: Mapping[str, Any]) -> str:
+    return f"{claim['value']:,.4g} {unit(claim)}".rstrip()
+
+
 def replace_table(text: str, new: str, begin: str = BEGIN, end: str = END) -> str:
     """`text` with `new` between two markers. MarkerError where they are not there."""
     before, found, rest = text.partition(begin)
@@ -280,6 +308,7 @@ def readme(text: str, results: Sequence[Result]) -> str:
 def every_claim(text: str, results: Sequence[Result]) -> str:
     """The text of docs/benchmarks.md with its table. MarkerError."""
     text = replace_table(text, table(results))
+    text = replace_table(text, misses(results), MISSES_BEGIN, MISSES_END)
     return replace_table(text, order_table(results), ORDER_BEGIN, ORDER_END)
 
 

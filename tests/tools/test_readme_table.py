@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,6 +24,7 @@ from tools.readme_table import (
     MarkerError,
     faults_table,
     load_results,
+    misses,
     order_table,
     quality_table,
     readme,
@@ -30,7 +32,7 @@ from tools.readme_table import (
     table,
 )
 
-RESULT = {
+RESULT: dict[str, Any] = {
     "command": "python -m benchmarks.x",
     "measured_commit": "0123456789abcdef",
     "machine": {"cpu": "Some|CPU", "cores": 2},
@@ -121,6 +123,20 @@ def test_a_row_for_each_fault_and_why_one_has_not_run() -> None:
         "| two; it was asked first | 90 | 0 | 3 | 1 | 0 | 2 | never |",
         "| three | not run: needs root |  |  |  |  |  |  |",
     ]
+
+
+def test_a_missed_target_is_told_with_its_figures_and_why() -> None:
+    of = {"better": "lower", "target": 1.05, "unit": "x"}
+    one = "time-constrained-over-unconstrained-one-prefix-with-all-children"
+    claims = [{"id": one, "value": 1.06, "holds": False, **of}, {"id": "x", "value": 2, "holds": False, **of}]
+    result = {**RESULT, "benchmark": "x"}
+    held = {**result, "claims": [{"id": one, "value": 1.04, "holds": True, **of}]}
+    found = misses([held, {**result, "claims": claims}])
+    assert " ".join(found.split()).startswith(
+        "- **A constraint where one prefix has all children** (`x`: 1.06 of ≤ 1.05). There the whole level"
+    )
+    assert found.count("- **") == 1
+    assert misses([held]) == ""
 
 
 def test_a_claim_is_told_in_its_title_and_a_ratio_in_times() -> None:
