@@ -17,6 +17,7 @@ LARGEST = 2**31 - 1
 """Every size of a model fits into 32 bits; a larger number is damage."""
 LARGEST_DEPTH = 10_000
 """The most layers of a model; what names a tensor for each layer stays small."""
+NEVER_0 = frozenset(("n_items", "max_items", "hidden", "heads", "kv_heads", "head_dim", "qk_dim", "v_dim"))
 
 T = TypeVar("T")
 
@@ -82,5 +83,7 @@ def _check_numbers(name: str, value: Any) -> None:
             _check_numbers(name, content)
     elif isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{name} is {value}")
-    elif isinstance(value, int) and not 0 <= value <= (LARGEST_DEPTH if name == "layers" else LARGEST):
-        raise ValueError(f"{name} is no size of a model")
+    elif isinstance(value, int):
+        least, most = int(name in NEVER_0), LARGEST_DEPTH if name == "layers" else LARGEST
+        if not least <= value <= most:
+            raise ValueError(f"{name} is {value}, which is no size of a model")

@@ -48,6 +48,10 @@ class SasrecConfig:
     items: str
     repeats: bool = False
 
+    def __post_init__(self) -> None:
+        if self.hidden % self.heads:
+            raise ValueError(f"{self.heads} heads do not divide {self.hidden} hidden")
+
     @classmethod
     def of(cls, train: TrainConfig, n_items: int, items: str) -> SasrecConfig:
         """The SASRec that a TrainConfig describes; kv_heads and head_dim are not read. Raises ConfigError."""

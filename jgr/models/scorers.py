@@ -44,7 +44,7 @@ from jgr.ops import split
 LEAST_WINDOW = 64
 """Below so many events a window is not divided: what a run costs besides its events is more."""
 MANY = 2048
-"""Fewer candidates of a run are read row by row, however small the table is."""
+"""Fewer candidates of a user are read row by row, however small the table is."""
 
 
 class Users(NamedTuple):
@@ -189,7 +189,7 @@ class _Retriever:
         """The products of users' vectors [B, D] with their candidates' rows [B, M], and the biases, [B, M]."""
         output = retrievers.retriever(cfg).output
         # Rows that lie anywhere in memory are read more slowly than the whole table from its begin to its end.
-        if rows.size >= max(MANY, len(params.embed) // 2):
+        if rows.shape[1] >= max(MANY, len(params.embed) // 2):
             embed, bias = output(params)
             scores = state @ embed.T
             scores = split.everywhere(scores if bias is None else scores + bias)

@@ -95,7 +95,7 @@ def test_many_candidates_are_scored_by_the_whole_table_to_the_same(name: str) ->
     model = scorers.scorer(cfg)
     params, given = initialize(model.spec(cfg), jax.random.key(0)), users()
     score = jax.jit(partial(model.score, cfg=cfg))
-    rows = np.random.default_rng(3).integers(-1, ITEMS, (3, scorers.MANY // 3 + 1)).astype(np.int32)
+    rows = np.random.default_rng(3).integers(-1, ITEMS, (3, scorers.MANY)).astype(np.int32)
     state = model.read(params, cfg, given)
     many = Candidates(rows, {})
     assert f"{rows.shape[1]},8]" not in score.lower(params, state=state, candidates=many).compile().as_text()

@@ -65,7 +65,8 @@ def segment_attention(
         return out
 
     call = Arguments(q, k, v, tokens, layout, keys, context, window)
-    return run(call) if split.devices() == 1 else _by_heads(run, call)
+    # Heads that devices cannot share equally, as of a model whose layers are whole everywhere, are computed by each.
+    return _by_heads(run, call) if split.devices() > 1 and not q.shape[2] % split.devices() else run(call)
 
 
 def _by_heads(run: Callable[[Arguments], jax.Array], call: Arguments) -> jax.Array:

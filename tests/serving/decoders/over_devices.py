@@ -25,6 +25,7 @@ from jgr.models.devices import Devices  # noqa: E402
 from jgr.models.generators import GeneratorConfig, generator  # noqa: E402
 from jgr.models.hstu import HstuConfig  # noqa: E402
 from jgr.models.lazy_decoder import LazyConfig  # noqa: E402
+from jgr.models.sasrec import SasrecConfig  # noqa: E402
 from jgr.ops import split  # noqa: E402
 from jgr.prompt.tokens import level_tokens, semantic_id_tokenizer  # noqa: E402
 from jgr.serving.engine.compilation import compiled  # noqa: E402
@@ -155,9 +156,14 @@ def onerec_of(catalog: Catalog) -> LazyConfig:
     )  # fmt: skip
 
 
-def scorer(path: Path, catalog: Catalog) -> None:
+def scorers(place: Path, catalog: Catalog) -> None:
+    """Of 2 heads each."""
     digest = retrievers.items_digest(catalog.item_ids)
-    cfg = HstuConfig(30, 12, 16, 2, 2, 8, 8, length=17, items=digest)
+    scorer(place / "hstu", HstuConfig(30, 12, 16, 2, 2, 8, 8, length=17, items=digest), catalog)
+    scorer(place / "sasrec", SasrecConfig(30, 12, 16, 2, 2, mlp=16, items=digest), catalog)
+
+
+def scorer(path: Path, cfg: retrievers.RetrieverConfig, catalog: Catalog) -> None:
     drawn = params.initialize(retrievers.retriever(cfg).spec(cfg), jax.random.key(0))
     retrievers.save(path, cfg, drawn, lambda path: save_catalog(catalog, path / "catalog.jsonl"))
 
@@ -188,12 +194,13 @@ if __name__ == "__main__":
     folder(place / "ranker", decoder_of(flat, "qwen3"), flat, exported=False)
     folder(place / "llama", decoder_of(deep, "llama", rows=8), deep, exported=True)
     folder(place / "onerec", onerec_of(deep), deep, exported=False)
-    scorer(place / "hstu", flat)
+    scorers(place, flat)
     runs = {
         "ranker": ((1, 8), RANKING),
         "llama": ((1, 4), ("beam.normalize=full",)),
         "onerec": ((1, 2), ("prompt.template={history}",)),
         "hstu": ((1, 2), ("executors.sizes=16", "executors.number=1")),
+        "sasrec": ((1, 4), ("executors.sizes=16", "executors.number=1")),
     }
     chosen = sys.argv[2:] or list(runs)
     print(

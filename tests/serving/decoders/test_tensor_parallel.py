@@ -25,7 +25,7 @@ from jgr.serving.cluster.replica import Source
 from jgr.serving.versions.loading import load_any
 from tests.serving.tiny_model import make_folder
 
-MODELS = {"ranker": 8, "llama": 4, "onerec": 2, "hstu": 2}
+MODELS = {"ranker": 8, "llama": 4, "onerec": 2, "hstu": 2, "sasrec": 4}
 """The models of over_devices.py, and on how many devices each is asked beside one."""
 
 
