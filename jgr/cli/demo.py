@@ -11,7 +11,7 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 from absl import flags
@@ -47,16 +47,15 @@ def main(argv: Sequence[str]) -> int:
     from jgr.data.shop import make_shop
     from jgr.serving.http.ports import hold_ports
     from jgr.training.generator import train_generator
-    from jgr.training.run import make_way
+    from jgr.training.run import making_way
 
     held = hold_ports(config.server)  # fail now if the port is taken, not after the training
     shop = make_shop()
     dataset = Dataset(shop.catalog, leave_one_out(shop.sequences, shop.names))
     print(f"The shop: {shop.catalog.n_items} items, {len(shop.names)} users.", flush=True)
     print(f"Training a decoder for {config.train.steps} steps ...", flush=True)
-    if flags.FLAGS.overwrite:
-        make_way(config.train.out, fresh=False, overwrite=True)
-    with console.progress_bar("training") as bar:
+    overwriting = making_way(config.train.out, fresh=False, overwrite=True)
+    with overwriting if flags.FLAGS.overwrite else nullcontext(), console.progress_bar("training") as bar:
         folder = train_generator(config, dataset, bar)
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, path=str(folder)))
     print(f"Serving {folder} ...", flush=True)

@@ -7,6 +7,8 @@ only with --overwrite does that replace a trained model.
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,15 +38,27 @@ def main(argv: Sequence[str]) -> int:
         return _controller(config.train)
     extras.require("train", "jgr train")
     from jgr.data.datasets import load_dataset
-    from jgr.training.run import make_way
+    from jgr.training.run import making_way
 
-    if config.train.out:
-        make_way(config.train.out, flags.FLAGS.fresh, flags.FLAGS.overwrite)
-    dataset = load_dataset(config.data)
-    with console.progress_bar("training") as bar:
-        folder = fit(config, dataset, bar)
+    keep_compiled(config)
+    out, fresh, overwrite = config.train.out, flags.FLAGS.fresh, flags.FLAGS.overwrite
+    with making_way(out, fresh, overwrite) if out else contextlib.nullcontext():
+        dataset = load_dataset(config.data)
+        with console.progress_bar("training") as bar:
+            folder = fit(config, dataset, bar)
     print(folder)
     return 0
+
+
+def keep_compiled(config: Config) -> None:
+    """Keep compiled steps in the folder of model.compilation_cache, so that a training that goes on, and the next
+    trial of the same shapes, need not compile them; unless JAX is told of a folder of its own."""
+    import jax
+
+    from jgr.serving.engine.compilation import use_compilation_cache
+
+    if config.model.compilation_cache and not getattr(jax.config, "jax_compilation_cache_dir", None):
+        use_compilation_cache(Path(os.path.expanduser(config.model.compilation_cache)))
 
 
 def fit(

@@ -38,11 +38,12 @@ def main(argv: Sequence[str]) -> int:
         raise UserError("--out: the folder of the study is not set")
     extras.require("train", "jgr tune", "tune")
     config = console.load(values)
-    from jgr.cli.train import fit
+    from jgr.cli.train import fit, keep_compiled
     from jgr.config.formats import dump
     from jgr.data.datasets import load_dataset
     from jgr.training import study as studies
 
+    keep_compiled(config)
     ranges = [studies.Range.parse(text) for text in values.vary]
     study = studies.Study(Path(values.out), config, ranges)
     dataset = load_dataset(config.data)
@@ -59,5 +60,7 @@ def main(argv: Sequence[str]) -> int:
         f"# Trial {number} of a study of {study.finished}: validation {value:.4f}.\n" + dump(best, "toml"),
         encoding="utf-8",
     )
-    print(f"train it with --config={path}")
+    print(f"its model: {study.folder_of(number)}, which jgr serve takes")
+    out = "" if best.train.out else " --set train.out=FOLDER"
+    print(f"train it anew: jgr train --config={path}{out}")
     return 0

@@ -49,19 +49,20 @@ class RunFolder:
 
         folder.mkdir(parents=True, exist_ok=True)
         described, path = json.dumps(run, indent=1, sort_keys=True), folder / "run.json"
-        others = _differences(path, json.loads(described)) if path.exists() else []
-        if others:
-            more = f" and {len(others) - 3} more" if len(others) > 3 else ""
-            raise ConfigError(
-                f"{folder}: holds a run of other settings or data ({'; '.join(others[:3])}{more}): {anew} starts anew "
-                "and drops it, or give another train.out"
-            )
         self._lock = _lock(folder)
         try:
-            path.write_text(described, encoding="utf-8")
-        except OSError as error:
+            others = _differences(path, json.loads(described)) if path.exists() else []
+            if others:
+                more = f" and {len(others) - 3} more" if len(others) > 3 else ""
+                raise ConfigError(
+                    f"{folder}: holds a run of other settings or data ({'; '.join(others[:3])}{more}): {anew} starts "
+                    "anew and drops it, or give another train.out"
+                )
+            with writing(path, ConfigError) as stream:  # a full disk leaves what was there
+                stream.write(described.encode())
+        except ConfigError:
             os.close(self._lock)
-            raise ConfigError(f"{path}: cannot be written: {error.strerror}") from None
+            raise
         self.metrics, self._metric = folder / "metrics.jsonl", metric
         self._pending: list[dict[str, Any]] = []
         self._args = ocp.args
@@ -183,6 +184,15 @@ def drop(folder: Path) -> None:
     descriptor = _lock(folder)
     try:
         shutil.rmtree(folder)
+    finally:
+        os.close(descriptor)
+
+
+def set_aside(folder: Path, aside: Path) -> None:
+    """Rename a run's folder. Raises ConfigError where another process trains in it."""
+    descriptor = _lock(folder)
+    try:
+        folder.rename(aside)
     finally:
         os.close(descriptor)
 

@@ -6,10 +6,11 @@ The folder train.out + ".training" holds the state from which a killed run goes 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import shutil
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,13 @@ from jgr.catalog.catalog import Catalog, save_catalog
 from jgr.config import Config, ConfigError, TrainConfig
 from jgr.files import refuse_overwriting
 from jgr.models import manifest
-from jgr.models.params import PyTree
+from jgr.models.params import CheckpointError, PyTree, count
+from jgr.models.room import require_memory
 from jgr.training.board import Board
 from jgr.training.clock import Clock
 from jgr.training.curves import plot_curves
-from jgr.training.progress import RECALL, RunFolder, best_validation, drop
-from jgr.training.trainer import Begin, Loss, State, Trainer, as_drawn, fit
+from jgr.training.progress import RECALL, RunFolder, best_validation, drop, set_aside
+from jgr.training.trainer import Begin, Int32, Loss, State, Trainer, as_drawn, fit
 from jgr.training.windows import Batches
 
 LAG = 4
@@ -41,17 +43,29 @@ Validate = Callable[[PyTree], float]
 _log = logging.getLogger(__name__)
 
 
-def make_way(out: str, fresh: bool, overwrite: bool) -> None:
-    """Decide what becomes of what is there, before a training into train.out.
+@contextlib.contextmanager
+def making_way(out: str, fresh: bool, overwrite: bool) -> Iterator[None]:
+    """Decide what becomes of what is there, around a training into train.out.
 
     A run that can go on does, finished or not, unless it is to start afresh. A finished model is replaced by another
-    run only with overwrite. Raises UserError, which says what to do.
+    run only with overwrite. A run that is dropped stands aside until the new one has begun, and comes back where
+    that is refused. Raises UserError, which says what to do.
     """
     trained, running = _trained(Path(out)), _running(out)
+    aside = Path(f"{running}.aside")
+    if aside.is_dir() and not running.exists():  # a start was killed before the new run began
+        aside.rename(running)
     if trained and (fresh or not running.is_dir()):
         refuse_overwriting(Path(out), overwrite, "train.out", "a trained model")
-    if fresh or (trained and overwrite):
-        drop(running)
+    if running.is_dir() and (fresh or (trained and overwrite)):
+        drop(aside)
+        set_aside(running, aside)
+    try:
+        yield
+    finally:
+        if aside.is_dir() and not running.exists():
+            aside.rename(running)
+        drop(aside)
 
 
 def _trained(out: Path) -> bool:
@@ -87,6 +101,7 @@ def train_to_best(
     train = config.train
     clock = Clock(train.minutes, train.steps) if train.minutes else None
     trainer = Trainer(train, specs, loss)
+    _require_memory(specs)
     validated = validate is not None and train.evaluate_every > 0
     running = _running(train.out)
     anew = "--overwrite" if _trained(Path(train.out)) else "--fresh"
@@ -137,12 +152,10 @@ def train_to_best(
                 "step %d was the last, by train.patience: with a larger one it goes on", int(state.step)
             )
         elif int(state.step) < train.steps:
-            # A line of the log as well: without a terminal nothing is seen of a compilation, which may take minutes.
-            _log.info("compiling the step")
-            progress(int(state.step), train.steps, "compiling the step")
             with Board(train.tensorboard, folder.lines()) as board:
                 place = None if clock is None else clock.place
-                state = fit(trainer, state, windows.batches(int(state.step)), on_step, place)
+                batches = _telling(windows.batches(int(state.step)), int(state.step), train.steps, progress)
+                state = fit(trainer, state, batches, on_step, place)
         reached = {"steps": float(state.step)}
         if validated:
             step, value = best_validation(folder.validations())
@@ -162,6 +175,27 @@ def train_to_best(
     kept_mb = sum(path.stat().st_size for path in running.rglob("*") if path.is_file()) / 1e6
     _log.info("%s (%.1f MB) is for going on to more steps; without that, remove it", running, kept_mb)
     return Path(train.out)
+
+
+def _require_memory(specs: PyTree) -> None:
+    """Raise ConfigError unless the host, where it is the device, has room for weights, their gradients and AdamW's two
+    moments."""
+    try:
+        require_memory(4 * np.dtype(np.float32).itemsize * count(specs), 0)
+    except CheckpointError as error:
+        raise ConfigError(f"train.hidden, train.layers, train.max_items and the like: {error}") from None
+
+
+def _telling(batches: Iterable[Int32], begun: int, total: int, progress: Progress) -> Iterator[Int32]:
+    """The batches; tells of each shape of them, for which the step is compiled, in the log too: that may take
+    minutes, of which nothing else is seen without a terminal."""
+    shapes = set()
+    for done, batch in enumerate(batches, start=begun):
+        if batch.shape not in shapes:
+            shapes.add(batch.shape)
+            _log.info("compiling the step for batches of %s", " x ".join(map(str, batch.shape)))
+            progress(done, total, "compiling the step")
+        yield batch
 
 
 def _tell(train: TrainConfig, done: int, running: Path, anew: str) -> None:

@@ -187,6 +187,11 @@ class Study:
         trial = self._study.best_trial
         return override(self._config, *trial.user_attrs["assigned"]), self._study.best_value, trial.number
 
+    def folder_of(self, number: int) -> Path:
+        """The folder of a trial, which holds its model while no other trial is better."""
+        trial = self._study.trials[number]
+        return self._folder / str(trial.user_attrs.get("folder", f"trial-{number}"))
+
     def rows(self) -> list[dict[str, Any]]:
         """A row for each trial: number, value (None if it has none), state, and the drawn fields."""
         return [

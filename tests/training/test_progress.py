@@ -31,9 +31,15 @@ from jgr.training import run
 from jgr.training.clock import Clock
 from jgr.training.generator import train_generator
 from jgr.training.progress import RunFolder
-from jgr.training.run import LAG, make_way
+from jgr.training.run import LAG, making_way
 from jgr.training.trainer import Loss, State, Trainer
 from tests.training.test_trainer import rule_config, rule_dataset
+
+
+def make_way(out: str, fresh: bool, overwrite: bool) -> None:
+    with making_way(out, fresh, overwrite):
+        pass
+
 
 SETTINGS = (
     "train.steps=12", "train.checkpoint_every=4", "train.warmup_steps=2", "train.dropout=0.2", "train.batch=10"
@@ -296,7 +302,7 @@ def test_every_step_is_told_of_with_a_loss_that_need_not_be_waited_for(
     config = override(rule_config(tmp_path / "ring"), *SETTINGS, "train.evaluate_every=4")
     with caplog.at_level("INFO", "jgr"):
         train_generator(config, rule_dataset(), lambda *call: told.append(call), fixed)
-    assert caplog.messages.count("compiling the step") == 1  # for those who see no bar
+    assert caplog.messages.count("compiling the step for batches of 10 x 6") == 1  # for those who see no bar
     assert told[0] == (0, 12, "compiling the step")
     steps = [(done, text) for done, total, text in told[1:] if text != "validating"]
     assert [done for done, _ in steps] == list(range(1, 13))
@@ -420,8 +426,9 @@ def test_what_is_there_decides_how_a_training_begins(tmp_path: Path) -> None:
     running.mkdir()
     make_way(str(out), fresh=False, overwrite=True)
     assert running.exists()  # an unfinished run goes on; it is no model
-    make_way(str(out), fresh=True, overwrite=False)
-    assert not running.exists()
+    with making_way(str(out), fresh=True, overwrite=False):
+        assert not running.exists()
+    running.rmdir()
     (out / "params").mkdir(parents=True)
     message = "ring holds a trained model: --overwrite replaces it, or give another train.out"
     with pytest.raises(UserError, match=message):
@@ -432,8 +439,43 @@ def test_what_is_there_decides_how_a_training_begins(tmp_path: Path) -> None:
         make_way(str(out), fresh=True, overwrite=False)
     with RunFolder(running, {}), pytest.raises(ConfigError, match="another training writes here"):
         make_way(str(out), fresh=True, overwrite=True)
-    make_way(str(out), fresh=False, overwrite=True)
-    assert not running.exists() and out.exists()  # the model stays until the new one is whole
+    with making_way(str(out), fresh=False, overwrite=True):
+        assert not running.exists() and out.exists()  # the model stays until the new one is whole
+
+
+def test_a_run_is_dropped_only_when_another_has_begun(tmp_path: Path) -> None:
+    out, running, aside = tmp_path / "ring", tmp_path / "ring.training", tmp_path / "ring.training.aside"
+    running.mkdir()
+    (running / "kept").touch()
+    with pytest.raises(UserError, match="no data"), making_way(str(out), fresh=True, overwrite=False):
+        assert not running.exists()
+        raise UserError("no data")
+    assert (running / "kept").exists() and not aside.exists()
+    with pytest.raises(UserError, match="nan"), making_way(str(out), fresh=True, overwrite=False):
+        running.mkdir()
+        raise UserError("nan")
+    assert running.exists() and not (running / "kept").exists() and not aside.exists()
+    running.rename(aside)  # as a kill leaves it
+    make_way(str(out), fresh=False, overwrite=False)
+    assert running.exists() and not aside.exists()
+
+
+def test_a_full_disk_leaves_what_describes_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    running = tmp_path / "ring.training"
+    with RunFolder(running, {"seed": 1}):
+        pass
+    before = (running / "run.json").read_bytes()
+
+    def full(*_: object, **__: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", full)
+        with pytest.raises(ConfigError, match=r"run\.json: .*No space left on device"):
+            RunFolder(running, {"seed": 1})
+    assert (running / "run.json").read_bytes() == before
+    with RunFolder(running, {"seed": 1}):
+        pass
 
 
 def test_another_run_than_the_models_needs_overwrite(tmp_path: Path) -> None:

@@ -166,7 +166,10 @@ def test_the_command_trains_and_its_best_file_is_a_configuration(
         "--set=train.validation_examples=50", "--vary=train.learning_rate=1e-3,1e-2", f"--out={tmp_path}",
     ]  # fmt: skip
     assert run([*command, "--trials=2"]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == f"train it with --config={tmp_path}/best.toml"
+    *_, model, anew = capsys.readouterr().out.splitlines()
+    assert anew == f"train it anew: jgr train --config={tmp_path}/best.toml"
+    (trial,) = (path for path in tmp_path.glob("trial-?") if path.is_dir())
+    assert model == f"its model: {trial}, which jgr serve takes"
     found = load_config(tmp_path / "best.toml")
     assert found.train.out == "given"
     assert found.train.learning_rate in (1e-3, 1e-2)
