@@ -40,6 +40,11 @@ def define_flags() -> None:
     flags.DEFINE_string(
         "arrivals_file", None, "arrival times: KuaiRand's log, an Azure or Mooncake trace, a server.journal"
     )
+    flags.DEFINE_string(
+        "model",
+        None,
+        "the model that requests name; default: the folder's, where the server has several and that one too",
+    )
     flags.DEFINE_string("mix", None, "JSON file with classes of requests, in place of --kind .. --timed")
     flags.DEFINE_enum(
         "kind",

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -43,8 +44,9 @@ LONGEST_ROUND_S = 300.0
 """No rate is tried whose round would take longer, unless --duration is longer, or --rate says so."""
 REST_S = 0.5
 """A pause after a round with late answers, in which an overloaded server drops what nobody waits for."""
+_log = logging.getLogger(__name__)
 MIX_FLAGS = (
-    "kind", "history_length", "candidates", "top_k", "beam_width", "deadline_ms", "priority", "timed",
+    "model", "kind", "history_length", "candidates", "top_k", "beam_width", "deadline_ms", "priority", "timed",
 )  # fmt: skip
 
 
@@ -102,7 +104,7 @@ class _Bench:
             )
         self._client = Client(self._url, key or None, timeout_s=TIMEOUT_S, ca_file=values.ca_file)
         self._values = values
-        fit_to_models(values, self._client)
+        fit_to_models(values, self._client, config.model.name)
         self._load = _describe(values)
         self._source = self._make_source(config)
         self._runs = 0
@@ -244,15 +246,25 @@ class _Bench:
         return ""
 
 
-def fit_to_models(values: flags.FlagValues, client: Client) -> None:
-    """Have the load rank where the server only ranks, and give times where the model that answers reads them, unless
-    flags say otherwise. A server that does not tell of its models is asked as the flags say."""
+def fit_to_models(values: flags.FlagValues, client: Client, name: str) -> None:
+    """Have the load ask the model of this name where the server has several, rank where what is asked only ranks, and
+    give times where the model that answers reads them, unless flags say otherwise. A server that does not tell of its
+    models is asked as the flags say. Raises UserError for a --model that it has not."""
     if values.trace or values.mix:
         return
     try:
         models = client.models()
     except RequestFailed:
         return
+    names = [model.id for model in models]
+    if values.model is not None and values.model not in names:
+        raise UserError(f"--model: the server has no '{values.model}'; it has {', '.join(names)}")
+    if values.model is None and len(models) > 1:
+        if name in names:
+            values["model"].value = name
+        else:
+            _log.warning("the server chooses among its models, %s: name one by --model", ", ".join(names))
+    models = [model for model in models if values.model in (None, model.id)]
     if not values["kind"].present and models and not any(model.max_beam_width for model in models):
         values["kind"].value = "rank"
     if values.kind == "rank" and not values["timed"].present:
@@ -262,8 +274,9 @@ def fit_to_models(values: flags.FlagValues, client: Client) -> None:
 def _classes(values: flags.FlagValues) -> list[RequestClass]:
     if values.mix:
         return read_mix(Path(values.mix))
-    fields = {name: getattr(values, name) for name in MIX_FLAGS}
-    return [RequestClass(name=values.kind, **fields)]
+    laws = {name: getattr(values, name) for name in MIX_FLAGS if name != "model"}
+    fields = {} if values.model is None else {"model": values.model}
+    return [RequestClass(name=values.kind, fields=fields, **laws)]
 
 
 def _mix(values: flags.FlagValues, config: Config) -> Mix:

@@ -17,6 +17,7 @@ from absl import flags
 import jgr
 from jgr.catalog.catalog import save_catalog
 from jgr.cli import bench_serve
+from jgr.config import UserError
 from tests.serving.certificates import make_pems, tls
 from tests.serving.fakes import CATALOG, LiveServer
 
@@ -129,25 +130,30 @@ def test_a_server_that_only_ranks_is_asked_to_rank_with_times_where_it_reads_the
 ) -> None:
     with LiveServer() as server, jgr.Client(server.listener.url) as client:
         (info,) = client.models()
-        scorer = msgspec.structs.replace(info, max_beam_width=0, timed=True)
-        for models, given, kind, timed in (
-            ([info], [], "recommend", False),
-            ([info], ["--kind=rank"], "rank", False),
-            ([scorer], [], "rank", True),
-            ([scorer], ["--notimed"], "rank", False),
-            ([scorer], ["--kind=recommend"], "recommend", False),
-            ([scorer, info], [], "recommend", False),
-            ([scorer, info], ["--kind=rank"], "rank", True),
+        scorer = msgspec.structs.replace(info, id="hstu", max_beam_width=0, timed=True)
+        for models, given, kind, timed, model in (
+            ([info], [], "recommend", False, None),
+            ([info], ["--kind=rank"], "rank", False, None),
+            ([scorer], [], "rank", True, None),
+            ([scorer], ["--notimed"], "rank", False, None),
+            ([scorer], ["--kind=recommend"], "recommend", False, None),
+            ([info, scorer], [], "rank", True, "hstu"),
+            ([info, scorer], [f"--model={info.id}"], "recommend", False, info.id),
+            ([info, scorer], [f"--model={info.id}", "--kind=rank"], "rank", False, info.id),
+            ([scorer, info], ["--kind=recommend"], "recommend", False, "hstu"),
         ):
             values = flags.FlagValues()
             flags.DEFINE_enum("kind", "recommend", ("recommend", "rank"), "", flag_values=values)
             flags.DEFINE_bool("timed", False, "", flag_values=values)
-            for name in ("trace", "mix"):
+            for name in ("trace", "mix", "model"):
                 flags.DEFINE_string(name, None, "", flag_values=values)
             values(["jgr bench", *given])
             monkeypatch.setattr(client, "models", lambda models=models: models)
-            bench_serve.fit_to_models(values, client)
-            assert (values.kind, values.timed) == (kind, timed), given
+            bench_serve.fit_to_models(values, client, "hstu")
+            assert (values.kind, values.timed, values.model) == (kind, timed, model), given
+        values.model = "other"
+        with pytest.raises(UserError, match="--model: the server has no 'other'; it has "):
+            bench_serve.fit_to_models(values, client, "hstu")
 
 
 MIX = {
