@@ -56,9 +56,17 @@ def test_glibc_keeps_what_it_has_taken() -> None:
     )  # the environment's word stands
 
 
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="the C library is no glibc")
+def test_what_glibcs_tunables_say_stays() -> None:
+    tunables = f"glibc.malloc.mmap_max=65536:glibc.malloc.mmap_threshold={MIB}"
+    said, mapped, arena = kept(GLIBC_TUNABLES=tunables)
+    assert said == "True" and int(mapped) >= 96 * MIB and int(arena) < 96 * MIB
+
+
 def test_another_c_library_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
-    assert heap.keep_memory(()) is False
+    assert heap.keep_memory({}) is False
+    heap.give_back()
 
 
 THREADS = 16
