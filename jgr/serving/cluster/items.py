@@ -274,6 +274,8 @@ class ItemShare:
             if self._worker == 1 and not self._late:
                 raise
             _log.warning("%s: items are computed: %s", self._kv_field, error)
+            return
+        _log.info("%s: %d items that were computed ahead, in %s", self._kv_field, len(self._folder), self._kv)
 
     def _leave(self) -> None:
         if self._node is not None:
