@@ -268,6 +268,14 @@ MISSES = (
         "and help.",
     ),
     Miss(
+        "HSTU with weights for the history, without texts, on Instruments",
+        r"hstu-counting-instruments_repeats-test-(hr|ndcg)@10-(above-sequential-rules|of-the-fusion-above-rules)",
+        "The settings were chosen on sets with texts, which this one lacks; those of Beauty's recipe, without "
+        "weights and with more steps, are better where the history is left out, as in these claims. With it "
+        "allowed the weights are what keeps its items from the first places, and the model is level with counting "
+        "in HR@10 and ahead of it in NDCG@10.",
+    ),
+    Miss(
         "HSTU-large, trained longer, on MovieLens",
         r"hstu-large-long-ml1m-whole-test-(hr|ndcg)@10-over-http",
         "The published figure is of a model that reads when each movie was rated; the times of half of the users "

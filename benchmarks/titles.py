@@ -44,7 +44,7 @@ WORDS: Mapping[str, Mapping[str, str]] = {
         "sports_repeats": "Sports with weights",
         "sports_near": "Amazon Sports, and what was taken near them",
         "instruments": "Amazon Instruments",
-        "instruments_repeats": "Instruments with weights",
+        "instruments_repeats": "Instruments, weighted",
     },
     "shape": {"qwen3-0.6b": "Qwen3-0.6B", "qwen3-1.7b": "Qwen3-1.7B"},
     "model": {

@@ -24,6 +24,9 @@ from benchmarks.harness import read_result
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
+ELSEWHERE = RESULTS / "avx2"
+"""Results of a machine whose processor has no wider vectors than AVX2."""
+FOLDERS = RESULTS, ELSEWHERE
 OLDER = ROOT / "benchmarks" / "sources.json"
 STALE = "**stale**"
 CHANGED_SHOWN = 3
@@ -134,7 +137,7 @@ def main(arguments: Sequence[str]) -> int:
     if arguments not in ([], ["--record"]):
         print("claims: usage: python -m tools.claims [--record]", file=sys.stderr)
         return 2
-    results = [read_result(path) for path in sorted(RESULTS.glob("*.json"))]
+    results = [read_result(path) for folder in FOLDERS for path in sorted(folder.glob("*.json"))]
     if arguments:
         OLDER.write_text(json.dumps(record(results), indent=1, sort_keys=True) + "\n", encoding="utf-8")
         return 0
