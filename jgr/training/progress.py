@@ -60,6 +60,7 @@ class RunFolder:
                 )
             with writing(path, ConfigError) as stream:  # a full disk leaves what was there
                 stream.write(described.encode())
+            drop(aside_of(folder))
         except ConfigError:
             os.close(self._lock)
             raise
@@ -188,11 +189,17 @@ def drop(folder: Path) -> None:
         os.close(descriptor)
 
 
-def set_aside(folder: Path, aside: Path) -> None:
-    """Rename a run's folder. Raises ConfigError where another process trains in it."""
+def aside_of(folder: Path) -> Path:
+    """Where a run stands that is to be dropped when another has begun in its folder."""
+    return Path(f"{folder}.aside")
+
+
+def set_aside(folder: Path) -> None:
+    """Have a run stand aside. Raises ConfigError where another process trains in it."""
+    drop(aside_of(folder))
     descriptor = _lock(folder)
     try:
-        folder.rename(aside)
+        folder.rename(aside_of(folder))
     finally:
         os.close(descriptor)
 

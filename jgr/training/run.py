@@ -27,7 +27,7 @@ from jgr.models.room import require_memory
 from jgr.training.board import Board
 from jgr.training.clock import Clock
 from jgr.training.curves import plot_curves
-from jgr.training.progress import RECALL, RunFolder, best_validation, drop, set_aside
+from jgr.training.progress import RECALL, RunFolder, aside_of, best_validation, set_aside
 from jgr.training.trainer import Begin, Int32, Loss, State, Trainer, as_drawn, fit
 from jgr.training.windows import Batches
 
@@ -52,20 +52,18 @@ def making_way(out: str, fresh: bool, overwrite: bool) -> Iterator[None]:
     that is refused. Raises UserError, which says what to do.
     """
     trained, running = _trained(Path(out)), _running(out)
-    aside = Path(f"{running}.aside")
+    aside = aside_of(running)
     if aside.is_dir() and not running.exists():  # a start was killed before the new run began
         aside.rename(running)
     if trained and (fresh or not running.is_dir()):
         refuse_overwriting(Path(out), overwrite, "train.out", "a trained model")
     if running.is_dir() and (fresh or (trained and overwrite)):
-        drop(aside)
-        set_aside(running, aside)
+        set_aside(running)
     try:
         yield
     finally:
         if aside.is_dir() and not running.exists():
             aside.rename(running)
-        drop(aside)
 
 
 def _trained(out: Path) -> bool:

@@ -452,7 +452,8 @@ def test_a_run_is_dropped_only_when_another_has_begun(tmp_path: Path) -> None:
         raise UserError("no data")
     assert (running / "kept").exists() and not aside.exists()
     with pytest.raises(UserError, match="nan"), making_way(str(out), fresh=True, overwrite=False):
-        running.mkdir()
+        with RunFolder(running, {}):
+            assert not aside.exists()
         raise UserError("nan")
     assert running.exists() and not (running / "kept").exists() and not aside.exists()
     running.rename(aside)  # as a kill leaves it
