@@ -84,7 +84,7 @@ MISSES = (
     Miss(
         "Prompts of 700 tokens, eight at a time, beside OpenVINO's",
         r"prefill-time-over-best-peer-prompt-700-batch-8",
-        "jgr is faster in the middle, and the intervals of both overlap.",
+        "The median is below the target; the interval goes beyond it.",
     ),
     Miss(
         "BAT over caching users only and over caching nothing, on the best workload",
@@ -188,7 +188,7 @@ MISSES = (
         r"hlem-split-full-over-best-static-(steady|trend|burst)",
         "In steady traffic it went from its start towards users, while the P99 falls towards rows; why was not "
         "looked into. In drifting traffic boosted trees are ahead of every fixed split, and it is not. In bursts "
-        "the interval lies on both sides of 1. The result is older than the mends of the two reasons above.",
+        "the interval lies on both sides of 1. The result is older than two mends, of traffic and reward.",
     ),
     Miss(
         "Items of a fleet on every node, over each on one node",

@@ -18,6 +18,7 @@ LARGEST = 2**31 - 1
 LARGEST_DEPTH = 10_000
 """The most layers of a model; what names a tensor for each layer stays small."""
 NEVER_0 = frozenset(("n_items", "max_items", "hidden", "heads", "kv_heads", "head_dim", "qk_dim", "v_dim"))
+"""Sizes of which no model has 0."""
 
 T = TypeVar("T")
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 
 import jax
@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from jgr.models import retrievers, scorers
+from jgr.models.config_file import scorer_config
 from jgr.models.hstu import HstuConfig
 from jgr.models.lru_rec import LruRecConfig, LruRecParams
 from jgr.models.params import abstract, initialize
@@ -106,6 +107,21 @@ def test_many_candidates_are_scored_by_the_whole_table_to_the_same(name: str) ->
     found = np.asarray(score(params, state=state, candidates=many))
     np.testing.assert_allclose(found, np.concatenate(few, axis=1), atol=1e-6)
     assert not found[rows < 0].any()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"heads": 0}, "heads is 0, which is no size of a model"),
+        ({"max_items": 0}, "max_items is 0, which is no size of a model"),
+        ({"heads": 3}, "3 heads do not divide 8 hidden"),
+    ],
+)
+def test_impossible_sizes_of_a_config_are_named(wrong: dict[str, int], message: str) -> None:
+    whole = {"model_type": "sasrec", **asdict(CONFIGS["sasrec"])}
+    assert scorer_config(whole, {"sasrec": SasrecConfig}) == CONFIGS["sasrec"]
+    with pytest.raises(ValueError, match=message):
+        scorer_config(whole | wrong, {"sasrec": SasrecConfig})
 
 
 @pytest.mark.parametrize("name", ["sasrec", "lrurec", "hstu"])

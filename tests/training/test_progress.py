@@ -479,6 +479,15 @@ def test_a_full_disk_leaves_what_describes_the_run(tmp_path: Path, monkeypatch: 
         pass
 
 
+def test_a_model_without_room_is_refused_before_it_is_drawn(tmp_path: Path) -> None:
+    config = override(rule_config(tmp_path / "ring"), *SETTINGS, "train.layers=1000000000")
+    with pytest.raises(
+        ConfigError, match=r"train\.layers, .*: there is no room for this model: it needs \d+ MB"
+    ):
+        train_generator(config, rule_dataset())
+    assert not (tmp_path / "ring.training").exists()
+
+
 def test_another_run_than_the_models_needs_overwrite(tmp_path: Path) -> None:
     config = override(rule_config(tmp_path / "ring"), *SETTINGS, "train.steps=4")
     train_generator(config, rule_dataset())
