@@ -93,6 +93,8 @@ def main(argv: Sequence[str]) -> int:
     if values.table:
         codes, raw_codes, described = _given(values, prepared)
     elif values.method == "item":
+        if values.vectors:
+            raise UserError("--method=item needs no vectors: it does not go with --vectors")
         codes = raw_codes = np.arange(len(prepared.item_ids), dtype=np.int32)[:, None]
         described = {"method": "item"}
     else:
@@ -118,6 +120,11 @@ def main(argv: Sequence[str]) -> int:
     save_catalog(catalog, path)
     if useless := semantic_ids.useless_levels(codes[:, : len(known)]):
         _log.warning("--sizes: %s", useless)
+    if values.collisions == "reassign" and report["collision_rate"]:
+        _log.warning(
+            "items still share ids, since a prefix has more items than the last level has codes: larger or more "
+            "--sizes part them"
+        )
     print(semantic_ids.format_report(report))
     if values.collisions != "share":
         print(f"collision rate before {values.collisions}: {raw:.4f}")

@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -23,6 +24,7 @@ import msgspec
 from jgr.client.errors import RequestFailed, Unavailable, failure
 from jgr.client.recommender import Kind, Recommender
 from jgr.config import Config, ConfigError, override
+from jgr.models import hub
 from jgr.models.manifest import folder_config
 from jgr.serving.api import Answer, ModelInfo, RankRequest, RecommendRequest
 from jgr.serving.cluster.own_items import read_kv
@@ -31,7 +33,7 @@ from jgr.serving.http.decoding import decode
 from jgr.serving.policies import jobs
 from jgr.serving.prefill import Asked, Prefill, Prefilled
 from jgr.serving.versions.deployment import Deployment
-from jgr.serving.versions.loading import load_any
+from jgr.serving.versions.loading import is_scorer, load_any
 from jgr.serving.versions.served_models import Models
 
 T = TypeVar("T")
@@ -67,7 +69,12 @@ class Engine(Recommender):
                 f'kinds must be a list such as ["rank"], of {", ".join(jobs.KINDS)}, not {kinds!r}'
             )
         base = model if isinstance(model, Config) else folder_config(os.fspath(model))
-        thread = _EngineThread(override(base, *settings), kinds)
+        config = hub.located(override(base, *settings))
+        if "rank" not in kinds and config.model.path and is_scorer(Path(config.model.path)):
+            raise ConfigError(
+                f"kinds: {config.model.path} is a scorer, which answers rank alone, not {kinds!r}"
+            )
+        thread = _EngineThread(config, kinds)
         # Stops it too where nobody closes the engine: when it is freed, or the interpreter ends.
         self._stop = weakref.finalize(self, thread.stop)
         self._thread = thread

@@ -230,7 +230,7 @@ Request = RecommendRequest | RankRequest
 
 
 # Thousands in an answer would set off the garbage collector, on the event loop; they are in no cycle.
-class Item(Struct, kw_only=True, gc=False):
+class Item(Struct, kw_only=True, repr_omit_defaults=True, gc=False):
     """One recommended or ranked item."""
 
     item_id: Annotated[str, Meta(description="The catalog's id of the item.")]
@@ -251,7 +251,7 @@ class Item(Struct, kw_only=True, gc=False):
     ] = UNSET
 
 
-class Usage(Struct, kw_only=True):
+class Usage(Struct, kw_only=True, repr_omit_defaults=True):
     """What the request cost, and which of its items were left out."""
 
     prompt_tokens: Annotated[int, Meta(description="Number of tokens in the prompt, without padding.")]
@@ -355,7 +355,7 @@ class Timing(Struct, kw_only=True):
     total: Annotated[float, Meta(description="Time from the request's headers until the answer was made.")]
 
 
-class Answer(Struct, kw_only=True):
+class Answer(Struct, kw_only=True, repr_omit_defaults=True):
     """The items, best first, with the model and catalog that they come from."""
 
     id: Annotated[str, Meta(description="The request's id: X-Request-Id, or one that the server made.")]

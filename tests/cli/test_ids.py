@@ -106,6 +106,13 @@ def test_given_vectors_and_no_collisions(folder: Path, tmp_path: Path, collision
     assert report["levels"][-1]["used"] == catalog.level_sizes[-1]
 
 
+def test_too_few_ids_to_reassign_are_warned_of(folder: Path) -> None:
+    done = _ids(f"--data={folder}", "--sizes=2,3", "--dims=8", "--collisions=reassign")
+    assert done.returncode == 0
+    assert "items still share ids, since a prefix has more items than the last level has codes" in done.stderr
+    assert _report(folder)["collision_rate"] == pytest.approx(1 - 6 / N)
+
+
 def test_every_item_a_token_of_its_own(folder: Path) -> None:
     done = _ids(f"--data={folder}", "--method=item")
     assert done.returncode == 0, done.stderr
@@ -135,6 +142,7 @@ def test_rqvae(folder: Path) -> None:
         (["--data={data}", "--sizes=2,2,2,2,2,2,2,2", "--collisions=extra"], "more than 8"),
         (["--data={data}", "--method=magic"], "kmeans|balanced|rqvae"),
         (["--data={data}", "--normalize"], "--normalize is for --vectors"),
+        (["--data={data}", "--method=item", "--vectors=v.npy"], "--method=item needs no vectors"),
         (["--data={data}", "--vectors={data}/../nan.npy"], "row 4 holds NaN"),
         (["--data={data}", "--vectors={data}/../few.npy"], "found [29, 2]"),
         (["--data={data}", "more"], "unexpected argument 'more'"),

@@ -11,6 +11,7 @@ import gc
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ import pytest
 import jgr
 from jgr.client import embedded
 from jgr.config import Config
+from jgr.serving.api import Item
 from jgr.serving.policies.batching import make_profiles
 from jgr.serving.policies.jobs import Kind
 from tests.serving.fakes import PATIENCE_S, FakeExecutor, make_config, make_engine
@@ -282,6 +284,21 @@ def test_an_engine_that_cannot_start_says_so(monkeypatch: pytest.MonkeyPatch) ->
     for kinds in ("rank", [], ["rank", "prefill"]):
         with pytest.raises(jgr.Error, match=r'kinds must be a list such as \["rank"\]'):
             jgr.Engine(Config(), kinds=kinds)  # type: ignore[arg-type]
+
+
+def test_a_scorer_is_not_loaded_for_what_it_cannot_answer(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "sasrec"}')
+    with pytest.raises(
+        jgr.Error, match=r"kinds: .* is a scorer, which answers rank alone, not \['recommend'\]"
+    ):
+        jgr.Engine(tmp_path, kinds=["recommend"])
+
+
+def test_an_answer_shows_what_it_has_alone() -> None:
+    item = Item(item_id="a", score=0.5, rank=1)
+    assert repr(item) == "Item(item_id='a', score=0.5, rank=1)"
+    item.scores = {"click": 0.5}
+    assert repr(item) == "Item(item_id='a', score=0.5, rank=1, scores={'click': 0.5})"
 
 
 def test_metrics_are_what_a_server_shows(made: Made) -> None:

@@ -269,6 +269,7 @@ class Deployment:
             new = await self.in_thread(make)
             self._engines.append(new)
             change.doing = "its programs are being compiled"
+            _log.info("%s: programs of the new %s are being compiled", self.engine.info.version, kind)
             await new.start(compiling)
         except Exception as error:
             change.error = _reason(error)
