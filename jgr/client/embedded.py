@@ -16,7 +16,6 @@ import weakref
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -69,8 +68,8 @@ class Engine(Recommender):
                 f'kinds must be a list such as ["rank"], of {", ".join(jobs.KINDS)}, not {kinds!r}'
             )
         base = model if isinstance(model, Config) else folder_config(os.fspath(model))
-        config = hub.located(override(base, *settings))
-        if "rank" not in kinds and config.model.path and is_scorer(Path(config.model.path)):
+        config = override(base, *settings)
+        if "rank" not in kinds and config.model.path and is_scorer(hub.local(config.model.path)):
             raise ConfigError(
                 f"kinds: {config.model.path} is a scorer, which answers rank alone, not {kinds!r}"
             )
