@@ -27,9 +27,9 @@ MISSES = (
         "Server, model and client share two cores. At three times the load the generator's event loop takes half a "
         "core and more to refuse what cannot be done, so that the model has less than at the load of the capacity. It "
         "takes most at a deadline of 200 ms, where more wait: probably since whether a request would end in time is "
-        "found by a walk over the whole queue, which was not measured. The scorer's model takes a tenth of a core; there the loop and the threads "
-        "that plan and pack wait for each other's turn in the interpreter. The rows have each load, and the other "
-        "policies, which are far below beyond the capacity.",
+        "found by a walk over the whole queue, which was not measured. The scorer's model takes a tenth of a core; "
+        "there the loop and the threads that plan and pack wait for each other's turn in the interpreter. The rows "
+        "have each load, and the other policies, which are far below beyond the capacity.",
     ),
     Miss(
         "Goodput of two lengths",
