@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -113,16 +114,21 @@ def test_a_models_stages(tmp_path: Path) -> None:
         for field in (f"model.path={tmp_path / 'ring'}", "model.compilation_cache=", "beam.width=4", "profiles.batch=1",
                       "profiles.tokens=32", "profiles.widths=4", "profiles.candidates=4", "prompt.max_items=8")
     ]  # fmt: skip
-    done = profile(*settings, f"--requests_file={requests}", "--requests=6", f"--out={tmp_path / 'trace'}")
+    asked = ("--requests=6", "--top=100000", f"--out={tmp_path / 'trace'}")
+    done = profile(*settings, f"--requests_file={requests}", *asked)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
     stages = report["stages_ms"]
     for stage in ("prefill/attention", "prefill/mlp", "decode/attention", "decode/mlp", "beam step", "score"):
         assert stages[stage] > 0, stage
-    assert stages.get("other", 0) < 0.5 * sum(stages.values())
+    calls = Counter[str]()
+    for op in report["operations"]:
+        calls[op["stage"]] += op["calls"]
+    assert calls["other"] < 0.3 * calls.total()  # by number: one that another process interrupts takes as long as all
     assert 0 < report["busy_ms"] <= report["wall_ms"]
     assert list((tmp_path / "trace").rglob("*.xplane.pb"))
-    assert len([op for op in report["operations"] if op["ms"] > 0]) == len(report["operations"]) > 5
+    longest = report["operations"][:6]
+    assert len(longest) == 6 and all(op["ms"] > 0 for op in longest)
 
     again = profile(*settings, f"--requests_file={requests}", f"--out={tmp_path / 'trace'}")
     assert again.returncode == 2 and "is not empty" in again.stderr
