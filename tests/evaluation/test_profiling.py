@@ -124,7 +124,8 @@ def test_a_models_stages(tmp_path: Path) -> None:
     calls = Counter[str]()
     for op in report["operations"]:
         calls[op["stage"]] += op["calls"]
-    assert calls["other"] < 0.3 * calls.total()  # by number: one that another process interrupts takes as long as all
+    # By number, not by time: one that another process interrupts can take as long as all.
+    assert calls["other"] < 0.3 * calls.total()
     assert 0 < report["busy_ms"] <= report["wall_ms"]
     assert list((tmp_path / "trace").rglob("*.xplane.pb"))
     longest = report["operations"][:6]
