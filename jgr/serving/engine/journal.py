@@ -30,7 +30,8 @@ from jgr.config import ConfigError
 from jgr.files import reading
 from jgr.serving.policies import events
 from jgr.serving.policies.jobs import Job, Outcome
-from jgr.serving.policies.policy import Policy, Span
+from jgr.serving.policies.live import Span
+from jgr.serving.policies.policy import Policy
 
 
 class Opened(Struct, frozen=True, tag="open"):

@@ -22,8 +22,10 @@ from typing import NamedTuple, Protocol
 from jgr.cache.entries import Fetch, Move
 from jgr.config import ConfigError, ProfilesConfig
 from jgr.serving.policies.jobs import KINDS, Job, Kind, Outcome, Profile, Reason, Request, Start
+from jgr.serving.policies.live import Live, Returned
+from jgr.serving.policies.loads import ClassLoad, KindsLoad, Load
 from jgr.serving.policies.ordering import Key, Ordering
-from jgr.serving.policies.policy import Live, Load, Policy, Returned
+from jgr.serving.policies.policy import Policy
 from jgr.serving.policies.run_costs import Cover, RunCosts
 from jgr.serving.policies.sources import PlannedPrompt
 
@@ -159,6 +161,8 @@ class FixedShapes:
         self, jobs: Iterable[Job], due: bool, now_ns: int, begin_ns: int | None, loses: Loses
     ) -> Group | None:
         jobs = list(itertools.islice(jobs, LOOKED_AT))
+        if not due and len(jobs) < self._full(self._tokens[-1]):
+            return None
         smallest = self._alone(jobs[0])
         if len(jobs) == 1 and due:
             return Group((jobs[0].id,), smallest)
@@ -184,11 +188,11 @@ class FixedShapes:
         best = options[0]
         if begin_ns is not None and len(options) > 1:
             best = _least(options, lambda group: loses(group.jobs, begin_ns + self.costs.ns(group.profile)))
-        if not due and len(best.jobs) < max(
-            p.batch for p in self._profiles if p.tokens >= best.profile.tokens
-        ):
-            return None
-        return best
+        return best if due or len(best.jobs) >= self._full(best.profile.tokens) else None
+
+    def _full(self, tokens: int) -> int:
+        """The jobs of a batch that no more such jobs fit into."""
+        return max(p.batch for p in self._profiles if p.tokens >= tokens)
 
     def _filled(
         self, profile: Profile, jobs: Sequence[Job], others: Sequence[bool], begin_ns: int | None
@@ -219,7 +223,7 @@ class FixedShapes:
         return self.costs.spread_ns(self._alone(job))
 
     def load(self, full: bool = False) -> Load:
-        return _ClassLoad(self, full)
+        return ClassLoad(self.size_class, self.cover, full)
 
     def size_class(self, job: Job) -> tuple[int, int]:
         """The least tokens and width of profiles that take the job; jobs of a class fit the same profiles."""
@@ -284,42 +288,6 @@ def _in_time(job: Job, end_ns: int | None) -> bool:
     return end_ns is None or job.deadline_ns is None or end_ns <= job.deadline_ns
 
 
-class _ClassLoad:
-    """Jobs that wait, as if each class had batches of its own. A job's own batch is full when it runs: who comes later
-    will fill it."""
-
-    def __init__(self, shapes: FixedShapes, full: bool) -> None:
-        self._shapes, self._full = shapes, full
-        self._numbers: dict[tuple[int, int], int] = {}
-        self._total_ns = 0
-
-    def add(self, job: Job, most_ns: int | None = None) -> int:
-        of = self._shapes.size_class(job)
-        number, cover = self._numbers.get(of, 0), self._shapes.cover(of)
-        before_ns, after_ns = cover.ns(number), cover.ns(number + 1)
-        own_ns = cover.full_ns(number + 1) if self._total_ns or self._full else after_ns
-        end_ns = self._total_ns - before_ns + own_ns
-        if most_ns is None or end_ns <= most_ns:
-            self._numbers[of] = number + 1
-            self._total_ns += after_ns - before_ns
-        return end_ns
-
-
-class _KindsLoad:
-    """Jobs that wait, of both kinds: one batch has jobs of one."""
-
-    def __init__(self, loads: Mapping[Kind, Load]) -> None:
-        self._loads = loads
-        self._ns, self._total_ns = dict.fromkeys(loads, 0), 0
-
-    def add(self, job: Job, most_ns: int | None = None) -> int:
-        others_ns = self._total_ns - self._ns[job.kind]
-        ns = self._loads[job.kind].add(job, None if most_ns is None else most_ns - others_ns)
-        if most_ns is None or others_ns + ns <= most_ns:
-            self._ns[job.kind], self._total_ns = ns, others_ns + ns
-        return others_ns + ns
-
-
 class Batcher(Policy[Live]):
     """Micro-batching over a fixed set of profiles.
 
@@ -361,6 +329,8 @@ class Batcher(Policy[Live]):
         self._streams, self._in_flight = streams, in_flight
         self._doomed: set[int] = set()  # runs in flight that read what was not written
         self._shadow_share, self._shadow_due = shadow_share, 0.0
+        # When waiting for more jobs was best: it still is while nothing changes, as with jobs that are refused.
+        self._waits_in: tuple[int, int, int, int | None] | None = None
 
     def max_width(self, kind: Kind) -> int:
         """The widest job of `kind` that some profile takes; 0 where there is none."""
@@ -428,7 +398,7 @@ class Batcher(Policy[Live]):
         return job.kind, self._groupings[job.kind].size_class(job)
 
     def _load(self, full: bool = False) -> Load:
-        return _KindsLoad({kind: grouping.load(full) for kind, grouping in self._groupings.items()})
+        return KindsLoad({kind: grouping.load(full) for kind, grouping in self._groupings.items()})
 
     def _begins_ns(self, now_ns: int) -> int:
         ends = self._lane_ends_ns(now_ns)
@@ -444,15 +414,20 @@ class Batcher(Policy[Live]):
         ends = self._lane_ends_ns(now_ns)
         lane = min(due_ns, key=lambda lane: ends.get(lane, now_ns))
         begin_ns = ends.get(lane, now_ns) if self._ordering.predicts else None
+        due = now_ns >= due_ns[lane]
+        situation = (self._backlog.changes, self.costs.revision, lane, begin_ns)
+        if not due and situation == self._waits_in:
+            return None
         jobs = (self._live[i].job for _, i in self._queue)
         group = self._groupings[head.kind].group(
             (job for job in jobs if job.kind == head.kind),
-            now_ns >= due_ns[lane],
+            due,
             now_ns,
             begin_ns,
             self._loses,
         )
         if group is None:
+            self._waits_in = situation
             return None
         plans = group.prompts or (None,) * len(group.jobs)
         work = tuple(Request(job_id, plan) for job_id, plan in zip(group.jobs, plans, strict=True))

@@ -12,7 +12,8 @@ from typing import Any
 from msgspec import Struct
 
 from jgr.serving.policies.jobs import Job, Outcome
-from jgr.serving.policies.policy import Policy, Span
+from jgr.serving.policies.live import Span
+from jgr.serving.policies.policy import Policy
 
 
 class Submitted(Struct, frozen=True, tag="submit"):

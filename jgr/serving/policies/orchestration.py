@@ -26,8 +26,10 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from jgr.serving.policies.jobs import Candidates, Event, Job, Outcome, Reason, Start, User, Work
+from jgr.serving.policies.live import Live, Returned
+from jgr.serving.policies.loads import Load, ShareLoad
 from jgr.serving.policies.ordering import Key, Ordering
-from jgr.serving.policies.policy import Live, Load, Policy, Returned
+from jgr.serving.policies.policy import Policy
 from jgr.serving.policies.run_costs import RunCosts
 
 USER_PART = 0
@@ -116,20 +118,6 @@ class _Live(Live):
     held: bool = False
     begun: bool = False
     left: int = 0
-
-
-class _StreamsLoad:
-    """Jobs that wait, one after the other, each on all streams."""
-
-    def __init__(self, orchestrator: Orchestrator) -> None:
-        self._orchestrator = orchestrator
-        self._total_ns = 0
-
-    def add(self, job: Job, most_ns: int | None = None) -> int:
-        end_ns = self._total_ns + self._orchestrator._alone_ns(job)
-        if most_ns is None or end_ns <= most_ns:
-            self._total_ns += self._orchestrator._share_ns(job)
-        return end_ns
 
 
 class Orchestrator(Policy[_Live]):
@@ -300,7 +288,7 @@ class Orchestrator(Policy[_Live]):
         return self._parts_of(job), self._within(job)
 
     def _load(self, full: bool = False) -> Load:
-        return _StreamsLoad(self)
+        return ShareLoad(self._share_ns, self._alone_ns)
 
     def _begins_ns(self, now_ns: int) -> int:
         ends = sorted(self._lane_ends_ns(now_ns).values())

@@ -19,11 +19,10 @@ from msgspec.structs import replace
 from jgr.cache.neighbours import Neighbours
 from jgr.serving.policies.batching import LOOKED_AT, Group, Loses
 from jgr.serving.policies.jobs import Job, Profile
-from jgr.serving.policies.policy import Load
+from jgr.serving.policies.loads import Load, ShareLoad
 from jgr.serving.policies.prompt_scheduling import PromptScheduler
 from jgr.serving.policies.run_costs import RunCosts
 from jgr.serving.policies.sources import PlannedPrompt, UnplannedPrompt
-from jgr.serving.policies.token_load import TokenLoad
 
 
 class PartedScheduler:
@@ -119,7 +118,7 @@ class PartedScheduler:
 
     def load(self, full: bool = False) -> Load:
         """See Grouping."""
-        return TokenLoad(self)
+        return ShareLoad(self.share_ns, self.alone_ns)
 
     def cached_user(self, unplanned: UnplannedPrompt, now_ns: int) -> int | None:
         """See PromptScheduler; on the device that has the most."""

@@ -18,10 +18,10 @@ from __future__ import annotations
 import bisect
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic
 
 from jgr.serving.policies.admission import Admission
+from jgr.serving.policies.backlog import Backlog
 from jgr.serving.policies.jobs import (
     AFTER,
     SORTS,
@@ -37,62 +37,16 @@ from jgr.serving.policies.jobs import (
     Sort,
     Start,
     State,
-    Work,
     advance,
     sort_of,
 )
+from jgr.serving.policies.live import Flight, L, Returned, Span
+from jgr.serving.policies.loads import Load
 from jgr.serving.policies.ordering import Key, Ordering
 from jgr.serving.policies.run_costs import RunCosts
 
 TRIAL_NS = 500_000_000
 """How often an idle policy accepts a job that it predicts to be late."""
-
-
-@dataclass
-class Live:
-    """A job that has not ended. key: its place among those that wait. requeued: it was started in vain.
-
-    latest_ns: when its first run must start for it to be in time; None: it is not ended before its deadline, which it
-    was not promised to meet.
-    """
-
-    job: Job
-    key: Key
-    state: State = "new"
-    requeued: bool = False
-    latest_ns: int | None = None
-    accepted_ns: int = 0
-
-
-@dataclass(frozen=True)
-class Flight:
-    """A run that was started at `at_ns` and has not come back. cost: the name of its time in the costs."""
-
-    start: Start
-    at_ns: int
-    cost: Hashable
-
-
-Span = tuple[int, int]
-"""When a lane began a run and when it ended it, in ns."""
-
-
-class Load(Protocol):
-    """Work that waits for the device, in the order of `add`."""
-
-    def add(self, job: Job, most_ns: int | None = None) -> int:
-        """How long the device needs, in ns, until this job is done too. most_ns: it is left out if that is more."""
-
-
-L = TypeVar("L", bound=Live)
-
-
-class Returned(NamedTuple, Generic[L]):
-    """A live job whose work came back, and what becomes of the job."""
-
-    entry: L
-    work: Work
-    event: Event
 
 
 class Policy(ABC, Generic[L]):
@@ -114,6 +68,7 @@ class Policy(ABC, Generic[L]):
         self._flights: dict[int, Flight] = {}
         self._ended_ns: dict[int, int] = {}  # when the last run of each lane ended
         self._queue: list[tuple[Key, int]] = []  # queued jobs in their order
+        self._backlog = Backlog(self._load, self._queued_at, lambda: self.costs.revision)
         self._sorts: dict[Sort, int] = dict.fromkeys(SORTS, 0)  # how many of them there are of each sort
         self._deadlines: list[tuple[int, int]] = []  # (deadline_ns, id) of live jobs, ascending
         self._latest: list[tuple[int, int]] = []  # (latest_ns, id) of queued jobs that have one, ascending
@@ -228,6 +183,7 @@ class Policy(ABC, Generic[L]):
             starts.append(start)
             self._flights[start.run] = Flight(start, now_ns, self._cost_of(start))
             self._runs += 1
+            self._backlog.clear()  # a policy learns from what it starts
             for work in start.work:
                 if (entry := self._live[work.job]).state == "queued":
                     self._move(entry, "start")
@@ -305,6 +261,7 @@ class Policy(ABC, Generic[L]):
         assert sorted(watched) == self._deadlines, "a deadline is unwatched"
         sharing = sorted(e.key[1:] for e in entries if e.state == "queued" and self._ordering.shares(e.job))
         assert sharing == self._ordering.line, "jobs without a deadline are lost"
+        self._backlog.check()
         latest = [(e.latest_ns, e.job.id) for e in entries if e.state == "queued" and e.latest_ns is not None]
         assert sorted(latest) == self._latest, "a latest start is unwatched"
 
@@ -374,10 +331,8 @@ class Policy(ABC, Generic[L]):
     def _forecast(self, job: Job, key: Key, now_ns: int) -> tuple[int, bool]:
         """When a new job would end, and whether that is in time for it and for all that were accepted before it."""
         begin_ns = self._begins_ns(now_ns) + self._begun_ns()
-        load, without = self._load(), self._load()
         at = bisect.bisect(self._queue, (key, job.id))
-        for _, before in self._queue[:at]:
-            load.add(self._live[before].job)
+        load = self._backlog.before(at)
         end_ns = begin_ns + load.add(job)
         if job.deadline_ns is not None:
             room_ns = 0  # where nothing else is on its way, nothing can come between
@@ -386,17 +341,20 @@ class Policy(ABC, Generic[L]):
             if end_ns + room_ns > job.deadline_ns:
                 return end_ns, False
         last_ns = self._deadlines[-1][0] if self._deadlines else 0
-        for _, before in self._queue[:at] if self._queue[at:] else ():
-            without.add(self._live[before].job)
-        for _, after in self._queue[at:]:
-            behind = self._live[after]
-            then_ns = begin_ns + without.add(behind.job)
+        for place in range(at, len(self._queue)):
+            behind = self._live[self._queue[place][1]]
+            then_ns = begin_ns + self._backlog.end_ns(place)
             if then_ns > last_ns:
                 break
-            promised = behind.latest_ns is not None and then_ns <= (behind.job.deadline_ns or 0)
-            if promised and begin_ns + load.add(behind.job) > (behind.job.deadline_ns or 0):
+            late_ns = begin_ns + load.add(behind.job)
+            deadline_ns = behind.job.deadline_ns or 0
+            if behind.latest_ns is not None and then_ns <= deadline_ns < late_ns:
                 return end_ns, False
         return end_ns, True
+
+    def _queued_at(self, place: int) -> Job:
+        """The job at that place of the queue."""
+        return self._live[self._queue[place][1]].job
 
     def _loses(self, done: Sequence[int], begin_ns: int) -> int:
         """How many accepted jobs would be late if the device began with the queue then, without these jobs."""
@@ -474,12 +432,14 @@ class Policy(ABC, Generic[L]):
             self._admission.late(entry.accepted_ns, self._now_ns or 0)
         self._sorts[sort_of(job)] += (after == "queued") - (before == "queued")
         if before == "queued":
-            _remove(self._queue, (entry.key, job.id))
+            self._backlog.changed(_remove(self._queue, (entry.key, job.id)))
             self._ordering.waited(job, entry.key, after == "running", self._now_ns or 0)
             if entry.latest_ns is not None:
                 _remove(self._latest, (entry.latest_ns, job.id))
         if after == "queued":
-            bisect.insort(self._queue, (entry.key, job.id))
+            at = bisect.bisect(self._queue, (entry.key, job.id))
+            self._queue.insert(at, (entry.key, job.id))
+            self._backlog.changed(at)
             self._ordering.waits(job, entry.key)
             if entry.latest_ns is not None:
                 bisect.insort(self._latest, (entry.latest_ns, job.id))
@@ -495,5 +455,8 @@ class Policy(ABC, Generic[L]):
         self._now_ns = now_ns
 
 
-def _remove(ordered: list[Any], value: Any) -> None:
-    del ordered[bisect.bisect_left(ordered, value)]
+def _remove(ordered: list[Any], value: Any) -> int:
+    """Where it was."""
+    at = bisect.bisect_left(ordered, value)
+    del ordered[at]
+    return at

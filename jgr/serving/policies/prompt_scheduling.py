@@ -31,7 +31,7 @@ from jgr.prompt.layouts import LAYOUTS, Kind, LayoutName
 from jgr.prompt.segments import Segment, count_tokens, of_kind, segment_places
 from jgr.serving.policies.batching import Group, Loses
 from jgr.serving.policies.jobs import Job, Profile
-from jgr.serving.policies.policy import Load
+from jgr.serving.policies.loads import Load, ShareLoad
 from jgr.serving.policies.prefix_choice import (
     ITEMS_FIRST,
     KEEP_ITEMS,
@@ -54,7 +54,6 @@ from jgr.serving.policies.sources import (
     Source,
     UnplannedPrompt,
 )
-from jgr.serving.policies.token_load import TokenLoad
 
 PLENTY = 4
 """Users like this one that must still find room before the cache counts as having room for it."""
@@ -207,7 +206,7 @@ class PromptScheduler:
 
     def load(self, full: bool = False) -> Load:
         """See Grouping."""
-        return TokenLoad(self)
+        return ShareLoad(self.share_ns, self.alone_ns)
 
     def cached_user(self, unplanned: UnplannedPrompt, now_ns: int) -> int | None:
         """How many tokens of a hint's user need not be computed; None: the user is not to be kept. Changes nothing."""

@@ -73,6 +73,7 @@ class Cover:
         self._bulk, self._bulk_ns = min(batches, key=lambda each: (each[1] / each[0], -each[0]))
         most_ns = GOOD * self._bulk_ns / self._bulk
         self._good = [(jobs, ns) for jobs, ns in batches if ns / jobs <= most_ns]
+        self._full_ns: dict[int, int] = {}
         most = max(jobs for jobs, _ in batches)
         self._table = [0]
         for n in range(1, 2 * most + 1):
@@ -80,9 +81,14 @@ class Cover:
 
     def full_ns(self, jobs: int) -> int:
         """The same if all batches are full, of a shape that is nearly the cheapest for each job."""
-        return min([-(-jobs // size) * ns for size, ns in self._good])
+        found = self._full_ns.get(jobs)
+        if found is None:
+            found = self._full_ns[jobs] = min([-(-jobs // size) * ns for size, ns in self._good])
+        return found
 
     def ns(self, jobs: int) -> int:
-        beyond = max(0, jobs - len(self._table) + 1)
+        beyond = jobs - len(self._table) + 1
+        if beyond <= 0:
+            return self._table[jobs]
         whole = -(-beyond // self._bulk)
         return self._table[jobs - whole * self._bulk] + whole * self._bulk_ns
