@@ -10,10 +10,10 @@ with empty caches and a warm-up, and goes on at 60, 85 and 110 % of the rate tha
 from when a request was due. Rules that hear no reports run at one age of them, with one front.
 
 The joint score is compared with *hit*, in tokens computed for an answer, and with *load*, in the 99th percentile of
-latency, over the runs of all ages and fronts at a load, since one run has some hundred requests alone. For the same
-reason the replicas' work in flight is averaged over more time than a run has: a run has some 30 requests a replica at
-the lowest load, of which one user sends 8 %, so that chance decides who has most. Where the claim is about it, the
-sequence goes on at each load, and what is averaged is both.
+latency, over the runs of all ages and fronts at a load, since one run has some hundred requests alone. That percentile
+has an interval, by a bootstrap over the seconds of the runs: both rules are sent the same requests at the same times,
+so a second of both is drawn together. The replicas' work in flight is averaged over a run: of its requests one user
+sends 8 %.
 
     JGR_DATA=FOLDER python -m benchmarks.fleet_routing [--quick]      FOLDER holds kuairand-pure
 """
@@ -23,7 +23,7 @@ from __future__ import annotations
 import itertools
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -36,6 +36,7 @@ from benchmarks import harness
 from benchmarks.fleet_clock import Counts, cost_s
 from benchmarks.harness import Benchmark, Claim, Measured, Missing, Quiet, Row, rounded
 from jgr.cli.cluster import ENVIRONMENT
+from jgr.evaluation import bootstrap
 from jgr.traffic import open_loop
 from jgr.traffic.http_client import Target
 from jgr.traffic.replay import Replay
@@ -50,9 +51,8 @@ DEAF = ("least", "round_robin", "random", "hash")
 """Rules that hear no reports."""
 LOADS, AGES_S, FRONTS = (0.6, 0.85, 1.1), (0.2, 2.0, 7.0), (1, 2)
 REPLICAS, USERS, CANDIDATES, ITEM_TOKENS, USER_TOKENS, MOST_TOKENS = 4, 200, 100, 10, 1500.0, 4096
-WARM_S, RUN_S = 5.0, 4.0
-MORE_S = 8.0
-"""So much longer the work in flight is averaged by the joint score with all fronts."""
+WARM_S, RUN_S = 5.0, 10.0
+RESAMPLES = 2000
 KEPT_TOKENS = 50_000
 """So many tokens a replica keeps, of all users and items."""
 IN_TIME_S = 0.5
@@ -166,26 +166,13 @@ class Driver:
         self._target, self._next = Target(fleet.host, fleet.port), 0
 
     def sequence(
-        self,
-        rule: str,
-        age_s: float,
-        rates: Mapping[float, float],
-        warm_s: float,
-        run_s: float,
-        more_s: float = 0.0,
+        self, rule: str, age_s: float, rates: Mapping[float, float], warm_s: float, run_s: float
     ) -> list[Row]:
-        """A row for each load, whose requests a second are given. more_s: so long each load goes on after all runs, for
-        the work in flight alone."""
+        """A row for each load, whose requests a second are given."""
         self._fleet.begin(rule, age_s)
         self._next = 0
         self._send(max(rates.values()) * 0.7, warm_s, 0)
-        rows = [self._run(rule, age_s, load, rate, run_s) for load, rate in rates.items()]
-        for row in rows if more_s else ():
-            self._fleet.flown()
-            self._send(rates[row["load"]], more_s, round(100 * row["load"]) + 1)
-            flown = plus(row["flown"], self._fleet.flown())
-            row |= {"flown": flown, "flown_s": run_s + more_s, "imbalance": imbalance(flown)}
-        return rows
+        return [self._run(rule, age_s, load, rate, run_s) for load, rate in rates.items()]
 
     def capacity(self, warm_s: float, run_s: float) -> float:
         """Requests a second that rotation can serve, by what its requests take."""
@@ -218,10 +205,10 @@ class Driver:
             "busy": rounded(done.busy_s / REPLICAS / run_s),
             "p99_ms": rounded(1e3 * float(np.quantile(latency_s[well], 0.99))),
             "imbalance": imbalance(flown),
-            "flown_s": run_s,
             "client_late_p99_ms": rounded(1e3 * float(np.quantile(found.began_s - found.due_s, 0.99))),
-            "latency_ms": [rounded(1e3 * x, 3) for x in np.sort(latency_s[well]).tolist()],
-            "flown": flown,
+            "latency_ms": [
+                1e3 * latency_s[well & (found.due_s.astype(int) == s)] for s in range(round(run_s))
+            ],
         }
 
     def _send(self, rate: float, seconds: float, seed: int) -> open_loop.Results:
@@ -242,55 +229,70 @@ def imbalance(flown: Mapping[str, float]) -> float:
     return rounded(max(flown.values()) / mean) if mean else 1.0
 
 
-def plus(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:
-    """The sums of both by replica."""
-    return {name: one.get(name, 0.0) + other.get(name, 0.0) for name in {**one, **other}}
+def tail(rows: Sequence[Row], base: Sequence[Row]) -> tuple[float, tuple[float, float]]:
+    """The 99th percentile of latency over that of the base, of runs in the same order, and its 95 % interval."""
+    pairs = [
+        pair
+        for one, other in zip(rows, base, strict=True)
+        for pair in zip(one["latency_ms"], other["latency_ms"], strict=True)
+    ]
+
+    def ratio(which: Iterable[int]) -> float:
+        chosen = [pairs[at] for at in which]
+        ours, theirs = (np.quantile(np.concatenate(side), 0.99) for side in zip(*chosen, strict=True))
+        return float(ours / theirs)
+
+    rng = np.random.default_rng(0)
+    drawn = np.array([ratio(rng.integers(0, len(pairs), len(pairs))) for _ in range(RESAMPLES)])
+    low, high = bootstrap.interval(drawn)
+    return rounded(ratio(range(len(pairs)))), (rounded(float(low)), rounded(float(high)))
 
 
 def claims(rows: Sequence[Row], name: str = "fleet-routing") -> list[Claim]:
     """The worst load, each over all ages of reports and numbers of fronts; the worst imbalance of two fronts, over the
     loads of a sequence. name: what the claims' begin with."""
-    tokens, tails = [], []
+    tokens: list[float] = []
+    tails: list[tuple[float, tuple[float, float]]] = []
     for load in dict.fromkeys(row["load"] for row in rows):
         at = {rule: [r for r in rows if (r["rule"], r["load"]) == (rule, load)] for rule in RULES}
         mean = {
             rule: sum(r["tokens_an_answer"] * r["answered"] for r in each) / sum(r["answered"] for r in each)
             for rule, each in at.items()
         }
-        p99 = {
-            rule: np.quantile(np.concatenate([r["latency_ms"] for r in each]), 0.99)
-            for rule, each in at.items()
-        }
         tokens.append(float(mean["joint"] / mean["hit"]))
-        tails.append(float(p99["joint"] / p99["load"]))
+        tails.append(tail(at["joint"], at["load"]))
     most = max(row["fronts"] for row in rows)
     joint = [row for row in rows if (row["rule"], row["fronts"]) == ("joint", most)]
     skews = [
         float(np.mean([row["imbalance"] for row in joint if row["report_s"] == age_s]))
         for age_s in dict.fromkeys(row["report_s"] for row in joint)
     ]
+    p99, ends = max(tails)
     of = rows[0]["traffic"]
     return [
-        Claim(f"{name}-{which}", rounded(max(found)), "x", "lower", target, f"{words}; {of}, live")
-        for which, found, target, words in (
+        Claim(f"{name}-{which}", value, "x", "lower", target, f"{words}; {of}, live", interval)
+        for which, value, interval, target, words in (
             (
                 "tokens-over-hit-only",
-                tokens,
+                rounded(max(tokens)),
+                None,
                 1.1,
                 "Tokens computed for an answer by a router's whole score over those by caches alone; worst load",
             ),
             (
                 "p99-over-load-only",
-                tails,
+                p99,
+                ends,
                 1.1,
                 "99th percentile of latency by a router's whole score over that by load alone; worst load",
             ),
             (
                 "imbalance-of-two-fronts",
-                skews,
+                rounded(max(skews)),
+                None,
                 1.3,
                 "The most over the mean of the work in flight at four replicas behind two fronts, averaged over "
-                f"{RUN_S + MORE_S:g} s",
+                f"{RUN_S:g} s",
             ),
         )
     ]
@@ -325,11 +327,10 @@ def measure(quick: bool, quiet: Quiet, dataset: Dataset = KUAIRAND, name: str = 
                 rates = {load: load * most for load in loads}
                 for rule, age_s in sequences(fronts, quick):
                     harness.note(f"{of.name}, {fronts} fronts, {rule}, reports {age_s} s old")
-                    more_s = MORE_S if (rule, fronts) == ("joint", FRONTS[-1]) else 0.0
-                    rows += driver.sequence(rule, age_s, rates, warm_s, run_s, more_s)
+                    rows += driver.sequence(rule, age_s, rates, warm_s, run_s)
     measured = claims(rows, name)
     for row in rows:
-        del row["latency_ms"], row["flown"]
+        del row["latency_ms"]
     return Measured(measured, rows)
 
 

@@ -6,7 +6,7 @@
 | KuaiRand's log (CSV) | columns `user_id`, `video_id`, `time_ms` | ms; rows that repeat all three are dropped |
 | Azure's LLM traces (CSV) | a column `TIMESTAMP` | date and time in UTC, to 100 ns |
 | Mooncake's traces (JSON lines) | a field `timestamp` | ms |
-| `server.journal` (JSON lines) | fields `policy`, `now_ns`, `event` | ns of the events "submit", of all engines |
+| `server.journal` (JSON lines) | fields `policy`, `now_ns`, `event` | ns of "submit" and "refuses", of all engines |
 
 Files whose names end in `.gz` are read as such. Only times are taken: what is asked for comes from the mix.
 """
@@ -113,7 +113,7 @@ def _journal() -> TimeOf:
 
     def time_of(text: bytes) -> int | None:
         line = decode(text)
-        return line.now_ns if line.event.type == "submit" else None
+        return line.now_ns if line.event.type in ("submit", "refuses") else None
 
     return time_of
 

@@ -32,7 +32,7 @@ def rows(share: float, **factors: tuple[float, float]) -> list[dict[str, Any]]:
             "fronts": fronts,
             "answered": 100,
             "tokens_an_answer": 1000 * tokens,
-            "latency_ms": list(np.arange(100) * late),
+            "latency_ms": [np.arange(100) * late] * 5,
             "imbalance": 1 + share * fronts,
         }
         for age_s in (0.2, 2.0)
@@ -54,11 +54,25 @@ def test_claims_are_about_the_worst_load_over_all_ages_and_fronts() -> None:
     assert len({title(claim.to_json()) for claim in found}) == 3
 
 
-def test_work_in_flight_is_averaged_over_a_run_and_what_follows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tail_has_an_interval_of_seconds_that_both_rules_were_sent() -> None:
+    calm, busy = np.arange(100.0), np.arange(100.0) + 100
+    base = [{"latency_ms": [calm, busy] * 20}]
+    same, (low, high) = fleet_routing.tail(base, base)
+    assert (same, low, high) == (1.0, 1.0, 1.0), "who meets the same busy seconds differs by nothing"
+    twice = [{"latency_ms": [2 * each for each in [calm, busy] * 20]}]
+    assert fleet_routing.tail(twice, base) == (2.0, (2.0, 2.0))
+    once = [{"latency_ms": [calm, busy] * 19 + [calm, busy * 3]}]
+    worse, (low, high) = fleet_routing.tail(once, base)
+    assert low == 1.0 < worse < high
+
+
+def test_a_run_has_the_latencies_of_each_of_its_seconds_and_its_own_work_in_flight(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     class Fleet:
         host, port = "127.0.0.1", 1
-        flights = iter(({"a": 9.0}, {"a": 6.0, "b": 2.0}, {"b": 7.0}, {"b": 1.0, "c": 3.0, "d": 1.0}))
-        """Before the run, in it, after it, and while its load goes on."""
+        flights = iter(({"a": 9.0}, {"a": 6.0, "b": 2.0}))
+        """Before the run, and in it."""
 
         def begin(self, rule: str, report_s: float) -> None: ...
 
@@ -72,21 +86,21 @@ def test_work_in_flight_is_averaged_over_a_run_and_what_follows_it(monkeypatch: 
 
     def run(driver: fleet_routing.Driver, rate: float, seconds: float, seed: int) -> Any:
         sent.append((rate, seconds, seed))
-        once = np.array([1.0])
-        verdict = SimpleNamespace(status="200")
+        due_s = np.array([0.1, 2.0, 2.9, 3.5])
+        verdicts = [SimpleNamespace(status="200"), SimpleNamespace(status="503")]
 
         class Found(SimpleNamespace):
             def __len__(self) -> int:
-                return 1
+                return 4
 
-        return Found(due_s=once, began_s=once, end_s=once + 0.2, verdicts=[verdict], ended=[0])
+        return Found(due_s=due_s, began_s=due_s, end_s=due_s + 0.25, verdicts=verdicts, ended=[0, 0, 0, 1])
 
     monkeypatch.setattr(fleet_routing.Driver, "_send", run)
     driver = fleet_routing.Driver(Fleet(), fleet_routing.Traffic("t", []), 2)  # type: ignore[arg-type]
-    (row,) = driver.sequence("joint", 2.0, {0.5: 10.0}, 5.0, 4.0, 8.0)
-    assert sent == [(7.0, 5.0, 0), (10.0, 4.0, 50), (10.0, 8.0, 51)]
-    assert row["flown"] == {"a": 6.0, "b": 3.0, "c": 3.0, "d": 1.0}
-    assert (row["imbalance"], row["flown_s"]) == (fleet_routing.rounded(6 / (13 / 4)), 12.0)
+    (row,) = driver.sequence("joint", 2.0, {0.5: 10.0}, 5.0, 4.0)
+    assert sent == [(7.0, 5.0, 0), (10.0, 4.0, 50)]
+    assert [each.round(6).tolist() for each in row["latency_ms"]] == [[250.0], [], [250.0, 250.0], []]
+    assert row["imbalance"] == fleet_routing.rounded(6 / (8 / 4))
     assert fleet_routing.imbalance({}) == 1.0
 
 

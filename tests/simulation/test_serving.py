@@ -9,11 +9,13 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any, cast
 
+import msgspec
 import pytest
 
 from jgr.serving.policies.batching import Batcher
-from jgr.serving.policies.jobs import Job, Priority, Profile, Start
+from jgr.serving.policies.jobs import Accepted, Job, Priority, Profile, Rejected, Start
 from jgr.serving.policies.orchestration import Orchestrator
 from jgr.serving.policies.ordering import Order, Ordering
 from jgr.serving.policies.run_costs import RunCosts
@@ -214,3 +216,45 @@ def test_a_scorer_keeps_its_promise_too() -> None:
         assert on_time(out, jobs) >= 0.95 * min(len(jobs), SECONDS * 2 / 7e-3)
         if load > 2:
             fair(out, jobs)
+
+
+class Foretelling:
+    """A batcher that is asked about each job before it is given it."""
+
+    def __init__(self, inner: Batcher) -> None:
+        self._inner = inner
+        self.foretold = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def submit(self, job: Job, now_ns: int) -> Accepted | Rejected:
+        like = msgspec.structs.replace(job, id=-1)
+        refused = self._inner.refuses(like, now_ns)
+        self.foretold += refused is not None
+        return refused or self._inner.submit(job, now_ns)
+
+
+@pytest.mark.parametrize("long", [0.0, 0.3])
+def test_what_is_foretold_to_be_late_is_what_is_refused_when_it_is_submitted(long: float) -> None:
+    jobs = arrivals(1.5, (100, 200, None), long=long)
+    profiles = SHORT + LONG if long else SHORT
+    plain = simulate(batcher(profiles=profiles), jobs, run_ns, launch_ns=MS // 2)
+    asked = Foretelling(batcher(profiles=profiles))
+    told = simulate(cast(Batcher, asked), jobs, run_ns, launch_ns=MS // 2)
+    assert told.verdicts == plain.verdicts and told.ended_ns == plain.ended_ns
+    assert told.predicted_ns == plain.predicted_ns and told.runs == plain.runs
+    refused = sum(verdict == "refused" for verdict in plain.verdicts.values())
+    assert asked.foretold == refused > 100
+
+
+def test_nothing_is_foretold_of_an_idle_device_or_of_a_job_without_a_deadline() -> None:
+    made = batcher()
+    late = Job(0, "recommend", 64, 32, 0, 1)
+    assert made.refuses(late, 0) is None, "one of these is tried"
+    made.submit(Job(1, "recommend", 64, 32, 0, 100 * MS), 0)
+    assert made.refuses(late, 0) == Rejected("too_late", made.submit(late, 0).predicted_ns)
+    assert made.refuses(Job(0, "recommend", 64, 32, 0, None), 0) is None
+    edf = batcher("edf")
+    edf.submit(Job(1, "recommend", 64, 32, 0, 100 * MS), 0)
+    assert edf.refuses(late, 0) is None, "nothing is predicted"

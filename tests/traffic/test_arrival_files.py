@@ -27,6 +27,7 @@ JOURNAL = (
     '{"policy":0,"now_ns":5,"event":{"type":"open","name":"m"},"result":null}\n'
     '{"policy":0,"now_ns":1000000000,"event":{"type":"submit","job":{"anything":1}},"result":null}\n'
     '{"policy":1,"now_ns":1250000000,"event":{"type":"submit","job":{}},"result":"queue_full"}\n'
+    '{"policy":0,"now_ns":1260000000,"event":{"type":"refuses","job":{}},"result":{"reason":"too_late"}}\n'
     '{"policy":0,"now_ns":1300000000,"event":{"type":"plan"},"result":[]}\n'
 )
 
@@ -44,8 +45,8 @@ def _written(folder: Path, text: str, name: str = "arrivals") -> Path:
         (KUAIRAND, "kuairand", [0.0, 0.064]),
         (AZURE, "azure", [0.0, 0.052, 104 * 86400 + 20576.02004]),  # 2024 is a leap year
         (MOONCAKE, "mooncake", [0.0, 0.0275, 3.0]),
-        (JOURNAL, "journal", [0.0, 0.25]),
-        (JOURNAL + '{"policy":0,"now_ns":13', "journal", [0.0, 0.25]),  # the server was killed
+        (JOURNAL, "journal", [0.0, 0.25, 0.26]),
+        (JOURNAL + '{"policy":0,"now_ns":13', "journal", [0.0, 0.25, 0.26]),  # the server was killed
     ],
 )
 def test_formats_are_recognised(
@@ -71,8 +72,8 @@ def test_formats_are_recognised(
         (AZURE + "2023-13-16 18:17:03,1,1\n", "arrivals:5: "),
         (MOONCAKE + "{}\n", "arrivals:4: .*timestamp"),
         (MOONCAKE + '{"timestamp": 1e300}\n', "arrivals:4: "),
-        (JOURNAL + '{"policy":0,"now_ns":13\n', "arrivals:5: "),
-        (JOURNAL + '{"policy":0,"now_ns":99999999999999999999,"event":{"type":"submit"}}\n', "arrivals:5: "),
+        (JOURNAL + '{"policy":0,"now_ns":13\n', "arrivals:6: "),
+        (JOURNAL + '{"policy":0,"now_ns":99999999999999999999,"event":{"type":"submit"}}\n', "arrivals:6: "),
     ],
 )
 def test_what_holds_no_times_is_refused(tmp_path: Path, text: str, words: str) -> None:

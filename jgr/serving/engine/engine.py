@@ -163,7 +163,7 @@ class Engine(Generic[S]):
                 break
             less = self.served.smaller(task) if verdict.reason == "too_late" else None
             if less is None:
-                raise self._refused(verdict, task, job, now_ns)
+                raise self._refused(verdict, task, job)
             request = less
         self.metrics.unknown_items.inc(task.usage.unknown_items)
         ticket = Ticket(job.id, request_id, task, self._loop.create_future(), arrival_ns, now_ns)
@@ -228,21 +228,20 @@ class Engine(Generic[S]):
         self._pump_soon()  # which takes the loop's time, whatever becomes of the request
         if isinstance(request, Prefill) or not policy.predicts:
             return deadline_ns
-        verdict = self._host.known_late(request, deadline_ns, now_ns, wait_ns)
+        verdict = self._host.known_late(request, policy, arrival_ns, deadline_ns, now_ns, wait_ns)
         if verdict is None:
             return deadline_ns
         self.metrics.rejected["too_late"].inc()
         raise refusal(verdict, arrival_ns, deadline_ns, self._host.after_ns)
 
-    def _refused(self, verdict: Rejected, task: Any, job: Job, now_ns: int) -> RequestError:
+    def _refused(self, verdict: Rejected, task: Any, job: Job) -> RequestError:
         """The error of a job that the policy did not take."""
         self.metrics.rejected[verdict.reason].inc()
         if verdict.reason == "too_large":
             return self.served.too_large(task)
-        predicted_ns, deadline_ns = verdict.predicted_ns, job.deadline_ns
-        if predicted_ns is not None and deadline_ns is not None and not isinstance(task.request, Prefill):
-            self._host.refused(task.request, deadline_ns - now_ns, predicted_ns - deadline_ns, now_ns)
-        return refusal(verdict, job.arrival_ns, deadline_ns, self._host.after_ns)
+        if verdict.reason == "too_late" and not isinstance(task.request, Prefill):
+            self._host.refused(task.request, job)
+        return refusal(verdict, job.arrival_ns, job.deadline_ns, self._host.after_ns)
 
     def encoded(self, ticket: Ticket) -> None:
         """The answer of a ticket is about to be sent."""

@@ -3,26 +3,31 @@
 
 A deadline is the client's, and the policy promises the end of the last run. Between them lie the answer's items, its
 JSON, and the turns of the event loop; and before them the turn in which the request was read. A server whose host is
-the bottleneck must know that, and must refuse what comes too late without translating it, which is most of its work.
+the bottleneck must know that, and must refuse what comes too late without translating it, which is most of its work: a
+request like one whose job was refused is judged by that job.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
+
+from msgspec.structs import replace
 
 from jgr.serving.api import RankRequest, Request
 from jgr.serving.degrading import shrinks
 from jgr.serving.engine.turns import Turns
 from jgr.serving.errors import RequestError
-from jgr.serving.policies.jobs import Rejected
-from jgr.serving.prefill import Asked
+from jgr.serving.policies.jobs import Job, Rejected
+from jgr.serving.policies.policy import Policy
 
 RATE = 1 / 16
 """The weight of one figure in an average."""
 WAITS = 4
 """A request may wait for its turn for one part in so many of the time that it has."""
+MOST_REFUSED = 64
+"""So many sorts of refused requests are remembered."""
 
 
 class Host:
@@ -32,7 +37,7 @@ class Host:
     def __init__(self, clock: Callable[[], int]) -> None:
         self.after_ns = self.lag_ns = 0
         self.turns = Turns(clock)
-        self._hopeless: Hopeless | None = None
+        self._refused: dict[Hashable, _Refused] = {}  # the last one of each sort, since a run ended
 
     def answered(self, ns: int) -> None:
         self.after_ns += round(RATE * (ns - self.after_ns))
@@ -45,49 +50,58 @@ class Host:
         for the loop before it is read, and its answer waits again."""
         return min(self.after_ns + 2 * self.lag_ns, left_ns // 2)
 
-    def known_late(self, request: Request, deadline_ns: int, now_ns: int, wait_ns: int) -> Rejected | None:
+    def known_late(
+        self,
+        request: Request,
+        policy: Policy[Any],
+        arrival_ns: int,
+        deadline_ns: int,
+        now_ns: int,
+        wait_ns: int = 0,
+    ) -> Rejected | None:
         """How a request is refused that is known to be late before it is translated; None: it is not known.
 
         deadline_ns: when its last run must end. wait_ns: how long it waits for its turn; WAITS times as long must be
         left, so that its runs have room. Their time is not known yet, so the end of such a request is not predicted.
         """
-        left_ns = deadline_ns - now_ns - WAITS * wait_ns
-        if left_ns <= 0:
+        by_ns = deadline_ns - WAITS * wait_ns
+        if by_ns <= now_ns:
             return Rejected("too_late", None if wait_ns else now_ns)
-        before = self._hopeless
-        if before is None or shrinks(request) or not before.holds(request, left_ns, now_ns):
+        before = self._refused.get(_alike(request))
+        if before is None or shrinks(request) or not before.at_most(request):
             return None
-        return Rejected("too_late", deadline_ns + before.late_ns)
+        return policy.refuses(replace(before.job, arrival_ns=arrival_ns, deadline_ns=by_ns), now_ns)
 
-    def refused(self, request: Request, left_ns: int, late_ns: int, now_ns: int) -> None:
-        """The policy refused a request, which would have been late by so much."""
-        self._hopeless = Hopeless(now_ns, size(request), left_ns, late_ns)
+    def refused(self, request: Request, job: Job) -> None:
+        """The policy refused the job of a request."""
+        if len(self._refused) < MOST_REFUSED:
+            self._refused[_alike(request)] = _Refused(_sizes(request), job)
 
     def ran(self) -> None:
-        """A run has ended, so what was refused may be accepted now."""
-        self._hopeless = None
+        """A run has ended: what is refused is found out anew, since requests of one size are not all alike."""
+        self._refused.clear()
 
 
-@dataclass(frozen=True)
-class Hopeless:
-    """A request that was refused: what is as large and has no more time is refused too, until a run ends.
+class _Refused(NamedTuple):
+    sizes: tuple[int, int]
+    job: Job
 
-    at_ns: when; left_ns: the time that it had; late_ns: what it lacked.
-    """
-
-    at_ns: int
-    size: int
-    left_ns: int
-    late_ns: int
-
-    def holds(self, request: Request, left_ns: int, now_ns: int) -> bool:
-        return size(request) >= self.size and left_ns <= self.left_ns - (now_ns - self.at_ns)
+    def at_most(self, request: Request) -> bool:
+        """Whether it was no larger than this one."""
+        history, candidates = _sizes(request)
+        return self.sizes[0] <= history and self.sizes[1] <= candidates
 
 
-def size(request: Asked) -> int:
-    """Items that a request names."""
+def _sizes(request: Request) -> tuple[int, int]:
+    """Items of the history, and candidates, that a request names."""
     candidates = request.candidates if isinstance(request, RankRequest) else ()
-    return len(request.history) + (0 if candidates == "all" else len(candidates))
+    return len(request.history), 0 if candidates == "all" else len(candidates)
+
+
+def _alike(request: Request) -> Hashable:
+    """Requests with the same have the same order, and sizes that differ by less than a factor of two."""
+    width = request.candidates == "all" if isinstance(request, RankRequest) else request.beam_width
+    return type(request), request.priority, width, *(size.bit_length() for size in _sizes(request))
 
 
 def refusal(

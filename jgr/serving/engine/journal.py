@@ -151,11 +151,20 @@ class _Followed:
 
     def _apply(self, event: events.Event, now_ns: int) -> Any:
         result = event.apply(self._policy, now_ns)
-        self._journal.write(Line(self.number, now_ns, event, msgspec.Raw(_encode(result))))
+        self._write(event, now_ns, result)
         return result
+
+    def _write(self, event: events.Event, now_ns: int, result: Any) -> None:
+        self._journal.write(Line(self.number, now_ns, event, msgspec.Raw(_encode(result))))
 
     def submit(self, job: Job, now_ns: int) -> Any:
         return self._apply(events.Submitted(job), now_ns)
+
+    def refuses(self, job: Job, now_ns: int) -> Any:
+        result = self._policy.refuses(job, now_ns)
+        if result is not None:  # else nothing has changed, and the request is submitted
+            self._write(events.Foretold(job), now_ns, result)
+        return result
 
     def cancel(self, job_id: int, now_ns: int) -> Any:
         return self._apply(events.Cancelled(job_id), now_ns)

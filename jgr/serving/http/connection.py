@@ -38,6 +38,9 @@ MAX_FRAMING_BYTES, FRAMING_PER_BYTE = 1 << 20, 16
 and so many more for each byte of the body."""
 MAX_UNREAD_BYTES = 64 << 20
 """How much of a body is discarded after its request was answered; then the connection is closed."""
+LINGER_S, LINGER_BYTES = 1.0, 1 << 20
+"""So long, and so much, what a client sends behind refused bytes is read and thrown away. A connection that is closed with
+bytes unread is reset, and the client may lose the refusal (RFC 9112, 9.6)."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,7 @@ class Protocol(HttpToolsProtocol):
         self._upload_ends_s: float | None = None
         self._in_head = False
         self._head_bytes = self._received_bytes = self._body_bytes = self._unread_bytes = 0
+        self._lingers_bytes: int | None = None  # what it may send still, where its bytes were refused
         self._running: RequestResponseCycle | None = None
         self._visit = Visit()
 
@@ -110,6 +114,7 @@ class Protocol(HttpToolsProtocol):
         if len(self.connections) > self._limits.connections:
             self._limits.refused()
             self._refuse(RequestError("unavailable", "the server has too many connections; try again later"))
+            self.transport.close()  # one too many does not stay
         else:
             self._start_timer()
 
@@ -142,35 +147,52 @@ class Protocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
         self._visit.end()
+        self._give_up()
+        super().connection_lost(exc)
+
+    def _give_up(self) -> None:
+        """Nobody gets an answer on this connection any more."""
         running = self._running
         if running is not None and not running.response_complete:
             running.disconnected = True
             running.message_event.set()
             running.scope["jgr.departure"].happen()  # type: ignore[typeddict-item]
         self.pipeline.clear()
-        super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if self._lingers_bytes is not None:
+            self._lingers_bytes -= len(data)
+            if self._lingers_bytes < 0:
+                self.transport.close()
+            return
         super().data_received(data)
         self._received_bytes += len(data)
+        if self._ends:
+            return
         most = MAX_FRAMING_BYTES + (1 + FRAMING_PER_BYTE) * self._body_bytes
         if self._received_bytes > most or self._unread_bytes > MAX_UNREAD_BYTES:
             self._end_body()
+            return
         if self._upload_ends_s is not None and self._read_timer is not None:
             self._stop_timer()
             self._start_timer(min(self._limits.read_timeout_s, self._upload_ends_s - self.loop.time()))
             if self.cycle.response_complete:  # refused: the rest of its body has no more time than another's
                 self._upload_ends_s = None
-        if self._in_head and not self.transport.is_closing():
+        if self._in_head:
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD_BYTES:
                 self._refuse(_head_too_large())
+
+    @property
+    def _ends(self) -> bool:
+        """Whether the connection is closed, or what it sends was refused."""
+        return self._lingers_bytes is not None or self.transport.is_closing()
 
     def _end_body(self) -> None:
         """The body goes on for longer than it may: refuse it, or where it was answered already, hang up."""
         if self.cycle is None or self.cycle.response_complete:
             self.transport.close()
-        elif not self.transport.is_closing():
+        else:
             self._refuse(RequestError("invalid_http", "the body has too large trailers, or too small chunks"))
 
     def on_message_begin(self) -> None:
@@ -239,7 +261,19 @@ class Protocol(HttpToolsProtocol):
             b"x-request-id: %b\r\nconnection: close\r\n\r\n" % request_id.encode(),
         ]
         self.transport.write(b"".join([*head, body]))
-        self.transport.close()
+        self._linger()
+
+    def _linger(self) -> None:
+        """Close the connection, when the client has had a moment to read what it was told."""
+        self._give_up()
+        self._stop_timer()
+        if not self.transport.can_write_eof():  # TLS has no half of a connection
+            self.transport.close()
+            return
+        self.transport.write_eof()
+        self.flow.resume_reading()
+        self._lingers_bytes = LINGER_BYTES
+        self._read_timer = self.loop.call_later(LINGER_S, self.transport.close)
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle

@@ -23,6 +23,13 @@ class Submitted(Struct, frozen=True, tag="submit"):
         return policy.submit(self.job, now_ns)
 
 
+class Foretold(Struct, frozen=True, tag="refuses"):
+    job: Job
+
+    def apply(self, policy: Policy[Any], now_ns: int) -> Any:
+        return policy.refuses(self.job, now_ns)
+
+
 class Cancelled(Struct, frozen=True, tag="cancel"):
     job: int
 
@@ -75,4 +82,6 @@ class Drained(Struct, frozen=True, tag="drain"):
         return policy.drain(now_ns)
 
 
-Event = Submitted | Cancelled | Readied | Planned | Committed | Renewed | Forgot | Shadowed | Drained
+Event = (
+    Submitted | Foretold | Cancelled | Readied | Planned | Committed | Renewed | Forgot | Shadowed | Drained
+)

@@ -154,6 +154,20 @@ class Policy(ABC, Generic[L]):
         ready_by_ns = self._ready_by_ns(job, now_ns) if job.waits else None
         return Accepted(self.queued, ready_by_ns, predicted_ns)
 
+    def refuses(self, job: Job, now_ns: int) -> Rejected | None:
+        """Refuse a job that would be too late, as one of that size and deadline; None: it is to be submitted to know.
+        Its id is nobody's."""
+        self._advance_clock(now_ns)
+        if not self._ordering.predicts or job.deadline_ns is None or not (self._live or self._flights):
+            return None
+        key = self._ordering.key(job, self._counts["queued"], 0)
+        predicted_ns, in_time = self._forecast(job, key, now_ns)
+        if in_time:
+            return None
+        self._admission.decided(self._class_of(job), refused=True)
+        self._counts[advance("new", "reject")] += 1
+        return Rejected("too_late", predicted_ns)
+
     def cancel(self, job_id: int, now_ns: int) -> bool:
         """Forget a job; what waits never runs. False where it is unknown or has already ended."""
         self._advance_clock(now_ns)

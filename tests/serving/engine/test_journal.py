@@ -18,7 +18,19 @@ from jgr.cache.memory import Memory
 from jgr.config import Config, ConfigError, override
 from jgr.serving.engine.engine import AnyEngine, Engine
 from jgr.serving.engine.journal import Journal, Line, Opened, journal_at, read, replay
-from jgr.serving.policies.jobs import Accepted, Candidates, Plan, Profile, Request, Start, User
+from jgr.serving.policies.batching import Batcher
+from jgr.serving.policies.jobs import (
+    Accepted,
+    Candidates,
+    Job,
+    Plan,
+    Profile,
+    Rejected,
+    Request,
+    Start,
+    User,
+)
+from jgr.serving.policies.run_costs import RunCosts
 from jgr.serving.versions.sources import make_engine
 from tests.serving.decoders.test_cached_server import ids
 from tests.serving.fakes import PATIENCE_S, Pending
@@ -144,6 +156,30 @@ def test_a_day_of_two_models_replays_into_the_same_plans(tmp_path: Path) -> None
         assert result == bytes(line.result), f"line {replayed}: {line.event}"
         replayed += 1
     assert replayed == len(lines) - events["open"] - events["close"] > 100
+
+
+def test_what_was_refused_beforehand_is_refused_again_in_a_replay(tmp_path: Path) -> None:
+    profile, ms = Profile("recommend", 1, 8, 1), 1_000_000
+
+    def make(number: int = 0, opened: Opened | None = None) -> Batcher:
+        costs = RunCosts({profile: 0.010})
+        return Batcher([profile], max_tokens=100, max_wait_ns=0, max_queue=9, costs=costs)
+
+    def job(number: int, deadline_ms: int) -> Job:
+        return Job(number, "recommend", 8, 1, 0, deadline_ms * ms)
+
+    path = tmp_path / "journal"
+    policy = journal_at(str(path)).follow("model/catalog", {}, make(), 0)
+    policy.submit(job(1, 50), 1)
+    assert policy.refuses(job(-1, 50), 2) is None
+    assert policy.refuses(job(-1, 5), 3) == Rejected("too_late", 3 + 10 * ms)
+    policy.submit(job(2, 50), 4)
+    lines = list(read(path))
+    tags = [type(line.event).__struct_config__.tag for line in lines]
+    assert tags == ["open", "submit", "refuses", "submit"], "what changed nothing is not written"
+    assert [(result, bytes(line.result)) for line, result in replay(lines, make, lambda number: None)] == [
+        (bytes(line.result), bytes(line.result)) for line in lines[1:]
+    ]
 
 
 def test_every_line_and_plan_is_read_back_as_it_was_written(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 from jgr.config import ConfigError
 from jgr.fields import COMPARED_CHARS
 from jgr.serving.http.bounds import MAX_HEAD_BYTES
-from jgr.serving.http.connection import MAX_FRAMING_BYTES, OneWrite
+from jgr.serving.http.connection import LINGER_BYTES, MAX_FRAMING_BYTES, OneWrite
 from tests.serving.fakes import PATIENCE_S, LiveServer, make_config
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -221,11 +221,39 @@ CHUNKED = b"POST /v1/recommend HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked
 )
 def test_what_frames_a_body_is_bounded(server: LiveServer, endless: bytes) -> None:
     last = b"" if endless.startswith(b"1;") else b"0\r\n"
-    beyond = MAX_FRAMING_BYTES // 990 + 20  # so little that all is read, and no reset hides the refusal
     with server.connect() as connection:
-        connection.sendall(CHUNKED + last + endless * beyond)
+        connection.sendall(CHUNKED + last + endless * (MAX_FRAMING_BYTES // 990 + 20))
         (reply,) = read_replies(connection)
     assert refusal(reply) == (400, "invalid_http")
+
+
+def test_who_still_sends_reads_that_it_was_refused(server: LiveServer) -> None:
+    with server.connect() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        connection.sendall(b"no HTTP at all\r\n\r\n")
+        for _ in range(LINGER_BYTES // 10_000):
+            connection.sendall(b"x" * 10_000)
+        (reply,) = read_replies(connection)
+    assert refusal(reply) == (400, "invalid_http")
+
+
+def test_who_was_refused_is_not_read_for_ever(server: LiveServer) -> None:
+    with server.connect() as connection:
+        connection.sendall(b"no HTTP at all\r\n\r\n")
+        with pytest.raises(OSError):
+            for _ in range(1000):
+                connection.sendall(b"x" * 10_000)
+
+
+def test_who_was_refused_and_stays_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jgr.serving.http.connection.LINGER_S", 0.05)
+    with LiveServer() as server, server.connect() as connection:
+        connection.sendall(b"no HTTP at all\r\n\r\n")
+        (reply,) = read_replies(connection)
+        assert refusal(reply) == (400, "invalid_http")
+        with pytest.raises(OSError):
+            while True:
+                connection.sendall(b"x")
 
 
 def test_trailers_are_left_out(server: LiveServer) -> None:
