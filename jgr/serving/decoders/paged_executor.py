@@ -112,9 +112,10 @@ class PagedExecutor(ProfilePrograms):
                     self._explaining[profile] = self.compile(profile, levels=True)
                 explained = replace(probe, explained=True)
                 check_scores(f"{label} explained", self.run(profile, [explained])[0].scores)
-            if profile not in self.costs:
-                self.costs[profile] = median_seconds(partial(self.run, profile, self._full_batch(profile)))
             progress(done, len(self.profiles), label)
+        self.costs |= median_seconds(
+            {p: partial(self.run, p, self._full_batch(p)) for p in self.profiles if p not in self.costs}
+        )
         if self._host is not None:
             self._host.warm_up(self.kv.cells)
 

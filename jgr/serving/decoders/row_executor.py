@@ -14,7 +14,7 @@ import inspect
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Self
@@ -50,7 +50,8 @@ from jgr.serving.policies.jobs import Profile
 TIMED_RUNS = 3
 """Runs of each program at the warm-up whose median is its cost, where they are short."""
 TIMED_S = 1.0
-"""Seconds after which no further run is timed: noise is small beside a long run, and a large model would start late."""
+"""Seconds after which no further run of a program is timed: noise is small beside a long run, and a large model would
+start late."""
 FILTERS: Any = Filters(ROWS, ROWS, ROWS, ROWS, ROWS)._replace(segments=WHOLE)  # type: ignore[arg-type]
 """What devices that part a batch have of its filters."""
 PROBED_TOKENS = 4
@@ -245,9 +246,10 @@ class RowExecutor(ProfilePrograms):
                     self._explaining[profile] = self.compile(profile, levels=True)
                 probe = _probe(profile, self._tables, explained=True)
                 check_scores(f"{label} explained", self.run(profile, [probe])[0].scores)
-            if profile not in self.costs:
-                self.costs[profile] = median_seconds(partial(self.run, profile, _full_works(profile)))
             progress(done, len(self.profiles), label)
+        self.costs |= median_seconds(
+            {p: partial(self.run, p, _full_works(p)) for p in self.profiles if p not in self.costs}
+        )
 
     def compile(self, profile: Profile, levels: bool = False) -> jax.stages.Compiled:
         """The program of a profile; cost_analysis() and memory_analysis() of it are what the profile costs.
@@ -400,14 +402,21 @@ def _parted(function: Callable[..., Any], replicas: Replicated | None, *given: A
     return replicas.spread(call, (WHOLE, WHOLE, *specs), ROWS)(*given)
 
 
-def median_seconds(call: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
-    """The median time of TIMED_RUNS calls, or of as many as begin within TIMED_S."""
-    seconds: list[float] = []
-    while len(seconds) < TIMED_RUNS and sum(seconds) < TIMED_S:
-        start = clock()
-        call()
-        seconds.append(clock() - start)
-    return statistics.median(seconds)
+def median_seconds(
+    calls: Mapping[Profile, Callable[[], object]], clock: Callable[[], float] = time.perf_counter
+) -> dict[Profile, float]:
+    """The median time of each one's TIMED_RUNS calls, or of as many as begin within TIMED_S of its own.
+
+    They go in rounds, since what slows the machine for a while must slow all of them alike: they are compared.
+    """
+    seconds: dict[Profile, list[float]] = {profile: [] for profile in calls}
+    for _ in range(TIMED_RUNS):
+        for profile, call in calls.items():
+            if sum(seconds[profile]) < TIMED_S:
+                start = clock()
+                call()
+                seconds[profile].append(clock() - start)
+    return {profile: statistics.median(found) for profile, found in seconds.items()}
 
 
 def _full_works(profile: Profile) -> list[Work]:

@@ -39,8 +39,8 @@ and so many more for each byte of the body."""
 MAX_UNREAD_BYTES = 64 << 20
 """How much of a body is discarded after its request was answered; then the connection is closed."""
 LINGER_S, LINGER_BYTES = 1.0, 1 << 20
-"""So long, and so much, what a client sends behind refused bytes is read and thrown away. A connection that is closed with
-bytes unread is reset, and the client may lose the refusal (RFC 9112, 9.6)."""
+"""So long, and so much, what a client sends behind refused bytes is read and thrown away. A connection that is closed
+with bytes unread is reset, and the client may lose the refusal (RFC 9112, 9.6)."""
 
 
 @dataclass(frozen=True)

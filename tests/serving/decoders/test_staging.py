@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -190,15 +191,16 @@ def test_a_buffer_is_one_runs_until_it_is_given_back_once() -> None:
         one.run(read)
 
 
-@pytest.mark.parametrize(
-    ("seconds", "median", "runs"),
-    [([0.1, 0.8, 0.2], 0.2, 3), ([0.5, 0.6, 9.0], 0.55, 2), ([8.0, 9.0], 8.0, 1)],
-)
-def test_a_long_run_is_timed_once(seconds: list[float], median: float, runs: int) -> None:
-    now, left = [0.0], iter(seconds)
+def test_programs_are_timed_in_rounds_and_long_ones_less_often() -> None:
+    short, longer, longest = (Profile("rank", rows, 8, 4) for rows in (1, 2, 4))
+    times = {short: [0.1, 0.8, 0.2], longer: [0.5, 0.6, 9.0], longest: [8.0, 9.0]}
+    now, order, left = [0.0], [], {profile: iter(each) for profile, each in times.items()}
 
-    def call() -> None:
-        now[0] += next(left)
+    def call(profile: Profile) -> None:
+        now[0] += next(left[profile])
+        order.append(profile)
 
-    assert median_seconds(call, lambda: now[0]) == pytest.approx(median)
-    assert now[0] == pytest.approx(sum(seconds[:runs]))
+    found = median_seconds({profile: partial(call, profile) for profile in times}, lambda: now[0])
+    assert found == pytest.approx({short: 0.2, longer: 0.55, longest: 8.0})
+    assert order == [short, longer, longest, short, longer, short]
+    assert median_seconds({}) == {}
