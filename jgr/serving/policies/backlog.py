@@ -17,17 +17,13 @@ STRIDE = 8
 
 
 class Backlog:
-    """empty: makes a load of nothing. job_at: the job at a place of the queue. revision: of the costs that loads read.
-
-    changes: how often the queue changed, or what its jobs take.
-    """
+    """empty: makes a load of nothing. job_at: the job at a place of the queue. revision: that of the costs in use."""
 
     def __init__(
         self, empty: Callable[[], Load], job_at: Callable[[int], Job], revision: Callable[[], int]
     ) -> None:
         self._empty, self._job_at, self._revision_now = empty, job_at, revision
         self._revision = -1
-        self.changes = 0
         self._ends_ns: list[int] = []  # of the first jobs, as far as anybody asked
         self._marks: list[Load] = []  # the load of the first 0, STRIDE, 2 * STRIDE, ... of these
         self._all: Load | None = None  # that of all of these
@@ -48,17 +44,11 @@ class Backlog:
         return self._ends_ns[at]
 
     def changed(self, at: int) -> None:
-        """The jobs from that place on are others than before."""
-        self.changes += 1
+        """The jobs from that place on are others than before, or take something else."""
         if at < len(self._ends_ns):
             mark = at // STRIDE
             del self._marks[mark + 1 :], self._ends_ns[mark * STRIDE :]
             self._all = self._marks[mark].copy()
-
-    def clear(self) -> None:
-        """What jobs take may be something else than before."""
-        self.changes += 1
-        self._all, self._ends_ns = None, []
 
     def check(self) -> None:
         """Audit: what is kept is what a walk finds now; AssertionError."""

@@ -415,7 +415,7 @@ class Batcher(Policy[Live]):
         lane = min(due_ns, key=lambda lane: ends.get(lane, now_ns))
         begin_ns = ends.get(lane, now_ns) if self._ordering.predicts else None
         due = now_ns >= due_ns[lane]
-        situation = (self._backlog.changes, self.costs.revision, lane, begin_ns)
+        situation = (self._changes, self.costs.revision, lane, begin_ns)
         if not due and situation == self._waits_in:
             return None
         jobs = (self._live[i].job for _, i in self._queue)

@@ -69,6 +69,8 @@ class Policy(ABC, Generic[L]):
         self._ended_ns: dict[int, int] = {}  # when the last run of each lane ended
         self._queue: list[tuple[Key, int]] = []  # queued jobs in their order
         self._backlog = Backlog(self._load, self._queued_at, lambda: self.costs.revision)
+        self._same = 0  # so many of the first jobs of the queue are those that the backlog knows
+        self._changes = 0  # of the queue
         self._sorts: dict[Sort, int] = dict.fromkeys(SORTS, 0)  # how many of them there are of each sort
         self._deadlines: list[tuple[int, int]] = []  # (deadline_ns, id) of live jobs, ascending
         self._latest: list[tuple[int, int]] = []  # (latest_ns, id) of queued jobs that have one, ascending
@@ -197,7 +199,7 @@ class Policy(ABC, Generic[L]):
             starts.append(start)
             self._flights[start.run] = Flight(start, now_ns, self._cost_of(start))
             self._runs += 1
-            self._backlog.clear()  # a policy learns from what it starts
+            self._same = 0  # a policy learns from what it starts
             for work in start.work:
                 if (entry := self._live[work.job]).state == "queued":
                     self._move(entry, "start")
@@ -275,7 +277,7 @@ class Policy(ABC, Generic[L]):
         assert sorted(watched) == self._deadlines, "a deadline is unwatched"
         sharing = sorted(e.key[1:] for e in entries if e.state == "queued" and self._ordering.shares(e.job))
         assert sharing == self._ordering.line, "jobs without a deadline are lost"
-        self._backlog.check()
+        self._known_backlog().check()
         latest = [(e.latest_ns, e.job.id) for e in entries if e.state == "queued" and e.latest_ns is not None]
         assert sorted(latest) == self._latest, "a latest start is unwatched"
 
@@ -346,7 +348,8 @@ class Policy(ABC, Generic[L]):
         """When a new job would end, and whether that is in time for it and for all that were accepted before it."""
         begin_ns = self._begins_ns(now_ns) + self._begun_ns()
         at = bisect.bisect(self._queue, (key, job.id))
-        load = self._backlog.before(at)
+        backlog = self._known_backlog()
+        load = backlog.before(at)
         end_ns = begin_ns + load.add(job)
         if job.deadline_ns is not None:
             room_ns = 0  # where nothing else is on its way, nothing can come between
@@ -357,7 +360,7 @@ class Policy(ABC, Generic[L]):
         last_ns = self._deadlines[-1][0] if self._deadlines else 0
         for place in range(at, len(self._queue)):
             behind = self._live[self._queue[place][1]]
-            then_ns = begin_ns + self._backlog.end_ns(place)
+            then_ns = begin_ns + backlog.end_ns(place)
             if then_ns > last_ns:
                 break
             late_ns = begin_ns + load.add(behind.job)
@@ -365,6 +368,12 @@ class Policy(ABC, Generic[L]):
             if behind.latest_ns is not None and then_ns <= deadline_ns < late_ns:
                 return end_ns, False
         return end_ns, True
+
+    def _known_backlog(self) -> Backlog:
+        """The backlog of the queue as it is. It is told here alone: who asks for no forecast needs none."""
+        self._backlog.changed(self._same)
+        self._same = len(self._queue)
+        return self._backlog
 
     def _queued_at(self, place: int) -> Job:
         """The job at that place of the queue."""
@@ -446,14 +455,13 @@ class Policy(ABC, Generic[L]):
             self._admission.late(entry.accepted_ns, self._now_ns or 0)
         self._sorts[sort_of(job)] += (after == "queued") - (before == "queued")
         if before == "queued":
-            self._backlog.changed(_remove(self._queue, (entry.key, job.id)))
+            at = _remove(self._queue, (entry.key, job.id))
             self._ordering.waited(job, entry.key, after == "running", self._now_ns or 0)
             if entry.latest_ns is not None:
                 _remove(self._latest, (entry.latest_ns, job.id))
         if after == "queued":
             at = bisect.bisect(self._queue, (entry.key, job.id))
             self._queue.insert(at, (entry.key, job.id))
-            self._backlog.changed(at)
             self._ordering.waits(job, entry.key)
             if entry.latest_ns is not None:
                 bisect.insort(self._latest, (entry.latest_ns, job.id))
@@ -461,6 +469,8 @@ class Policy(ABC, Generic[L]):
             del self._live[job.id]
             if job.deadline_ns is not None:
                 _remove(self._deadlines, (job.deadline_ns, job.id))
+        if "queued" in (before, after):
+            self._same, self._changes = min(self._same, at), self._changes + 1
         return after
 
     def _advance_clock(self, now_ns: int) -> None:
