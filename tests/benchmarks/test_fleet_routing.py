@@ -30,6 +30,7 @@ def rows(share: float, **factors: tuple[float, float]) -> list[dict[str, Any]]:
             "load": share,
             "report_s": age_s,
             "fronts": fronts,
+            "repeat": 0,
             "answered": 100,
             "tokens_an_answer": 1000 * tokens,
             "latency_ms": [np.arange(100) * late] * 5,
@@ -52,6 +53,19 @@ def test_claims_are_about_the_worst_load_over_all_ages_and_fronts() -> None:
     assert all(claim.id.startswith("fleet-routing-") and claim.title.endswith("; t, live") for claim in found)
     assert not any(claim.holds for claim in found)
     assert len({title(claim.to_json()) for claim in found}) == 3
+
+
+def test_what_runs_again_counts_for_the_imbalance_alone() -> None:
+    once = rows(0.5, joint=(1.0, 2.0), hit=(1.0, 9.0), load=(5.0, 1.0))
+    again = [
+        row | {"repeat": 1, "imbalance": 4.0, "tokens_an_answer": 1.0}
+        for row in once
+        if row["rule"] == "joint" and (row["fronts"], row["report_s"]) == (2, 2.0)
+    ]
+    *before, _ = fleet_routing.claims(once)
+    *after, skewed = fleet_routing.claims([*once, *again])
+    assert after == before
+    assert (skewed.value, skewed.interval) == (3.0, (2.0, 4.0)), "the mean at the worst age of reports"
 
 
 def test_the_tail_has_an_interval_of_seconds_that_both_rules_were_sent() -> None:
@@ -106,7 +120,8 @@ def test_a_run_has_the_latencies_of_each_of_its_seconds_and_its_own_work_in_flig
 
 def test_each_rule_runs_at_each_age_that_it_hears_of() -> None:
     one, two = (fleet_routing.sequences(fronts, quick=False) for fronts in (1, 2))
-    assert set(one) >= set(two) and len(two) == 9
+    assert set(one) >= set(two) and len(set(two)) == 9
+    assert [age_s for rule, age_s in two if rule == "joint"] == [0.2, 2.0, 7.0] * 3
     assert {rule for rule, _ in one} == {*fleet_routing.RULES, *fleet_routing.DEAF}
     assert len(fleet_routing.sequences(1, quick=True)) == 3
 
