@@ -222,9 +222,10 @@ MISSES = (
     Miss(
         "The slowest one in a hundred routing decisions",
         r"routing-decision-p99",
-        "The median is far below the target, and the percentile was on both sides of it from run to run on one machine."
-        " Slow decisions come one after the other for a millisecond or two, and each part of them takes nearly twice as "
-        "long, with the collector of garbage off as well: the core itself is slower then, as one is that is shared.",
+        "The median is far below the target, and the percentile was on both sides of it from run to run on one "
+        "machine. Slow decisions come one after the other for a millisecond or two, and each part of them takes "
+        "nearly twice as long, with the collector of garbage off as well: the core is slower then, as one is that is "
+        "shared.",
     ),
     Miss(
         "jgr's load client beside NVIDIA AIPerf",

@@ -85,8 +85,9 @@ PEERS = (
 class Setting:
     """How much is measured. seconds: that a probe lasts, with at least `least` requests and at most `most`.
 
-    precision: of the brackets. probes: the most of a system and a width. alone, alone_s: requests with one in flight,
-    and the seconds after which no more are sent. compared: requests whose beams are compared.
+    precision: of the brackets. probes: the most of a system and a width. shown: requests of a longer probe, which shows
+    a rate; shows: the most of these for a limit, each at a rate of the last one's over `step`. alone, alone_s: requests
+    with one in flight, and the seconds after which no more are sent. compared: requests whose beams are compared.
     """
 
     widths: tuple[int, ...] = (32, 128)
@@ -99,6 +100,8 @@ class Setting:
     precision: float = 0.08
     probes: int = 6
     shown: int = 480
+    shows: int = 8
+    step: float = 1.12
     alone: int = 40
     alone_s: float = 10.0
     compared: int = 16
@@ -382,11 +385,11 @@ def show(search: Search, others: Sequence[Search], probe: Prober, setting: Setti
     limits = {max(search.limits_s[0], o.limits_s[0]) for o in others if o.limits_s and search.limits_s}
     for limit_s in sorted(limits):
         rate = search.of(limit_s).held
-        for _ in range(3):
+        for _ in range(setting.shows):
             if rate == 0 or search.of(limit_s).shown >= rate:
                 break
             search.shown.append(probe(search, rate, setting.shown))
-            rate /= 1 + setting.precision
+            rate /= setting.step
 
 
 def row(search: Search, limit_s: float, longest: int, exact: float) -> Row:
