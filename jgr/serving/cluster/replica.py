@@ -249,13 +249,16 @@ class Replica:
         """What routers are told; Ray asks for it every so often."""
         bits = self._config.fleet.digest_bits
         most = (1 << bits) // FILL
+        # Only this rule asks for it; a look at all rows of a large table would hold up the event loop.
+        by_shards = self._config.fleet.routing == "hlem"
+        shards = await asyncio.to_thread(self._shards) if by_shards else b""
         return {
             "protocol": PROTOCOL,
             "users": digest(islice(self._held("user"), most), bits),
             "items": digest(islice(self._held("item"), most), bits),
             "sent": self._work.mean(self._now_ns()),
             "ns_per_token": self._ns_per_token(),
-            "shards": digest(chain.from_iterable(of.shards(ids) for of, ids in self._paged()), bits),
+            "shards": shards,
             "rows_ns": sum(of.missing_ns(self._mean_events + self._mean_items) for of, _ in self._paged()),
             **self._shape,
         }
@@ -307,6 +310,11 @@ class Replica:
             below = meta.below.names(kind) if meta.below is not None else ()
             for name in chain(meta.names(kind), below):
                 yield catalog.item_ids[name.id] if kind == "item" else str(name.id)
+
+    def _shards(self) -> bytes:
+        """The filter of the shards of rows that are on the device. What changes beside it is seen or not."""
+        bits = self._config.fleet.digest_bits
+        return digest(chain.from_iterable(of.shards(ids) for of, ids in self._paged()), bits)
 
     def _paged(self) -> Iterator[tuple[Paging, Sequence[str]]]:
         """The rows of each model that has them in pages, and its items."""

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from zlib import crc32
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -32,8 +33,8 @@ def name(shard: int) -> str:
 
 
 def profile(history: Iterable[bytes]) -> tuple[str, ...]:
-    """The names of at most PROFILE shards that a history reads most. history: items as JSON, ids or objects with one,
-    as a request has them."""
+    """The names of at most PROFILE shards that a history reads most. history: events as JSON, as a request has them;
+    one that is no text and no whole number is left out."""
     counts = Counter(shard_of(found) for each in history if (found := _id(bytes(each))) is not None)
     return tuple(name(shard) for shard, _ in counts.most_common(PROFILE))
 
@@ -49,6 +50,10 @@ def held(
 
 
 def _id(item: bytes) -> str | None:
-    if item.startswith(b'"'):
-        return item[1:-1].decode("utf-8", "replace")
-    return item.decode() if item[:1].isdigit() else None
+    if item[:1] in b"{[":  # not an id; it need not be read
+        return None
+    try:
+        found = msgspec.json.decode(item)  # escapes too: many clients send all but ASCII in them
+    except (msgspec.DecodeError, RecursionError):
+        return None
+    return str(found) if isinstance(found, str) or type(found) is int else None

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,7 @@ from jgr.serving.decoders.null import NullExecutor
 from jgr.serving.engine.contract import Progress
 from jgr.serving.engine.journal import Closed, Opened, read
 from jgr.serving.engine.threads import Lanes
+from jgr.serving.policies.digests import digest
 
 PADDED_NS = 1000.0
 """Of a token of a full batch, padding included."""
@@ -73,6 +76,33 @@ def test_a_report_has_what_a_token_takes_now(replica: Replica) -> None:
             for _ in range(100):
                 engine._policy.costs.observe(profile, round(10e9 * seconds))
         assert (await replica.record_routing_stats())["ns_per_token"] == pytest.approx(10 * first, rel=0.05)
+
+    started(replica, then)
+
+
+@pytest.mark.parametrize("routing", ["joint", "hlem"])
+def test_shards_are_looked_for_where_the_rule_asks_for_them_and_beside_the_event_loop(
+    replica: Replica, monkeypatch: pytest.MonkeyPatch, routing: str
+) -> None:
+    looked: list[bool] = []
+
+    class Rows:
+        def shards(self, ids: list[str]) -> list[str]:
+            looked.append(threading.current_thread() is threading.main_thread())
+            return ["shard 1", *ids]
+
+        def missing_ns(self, rows: float) -> float:
+            return 0.0
+
+    async def then() -> None:
+        fleet = replace(replica._config.fleet, routing=routing)
+        monkeypatch.setattr(replica, "_config", replace(replica._config, fleet=fleet))
+        monkeypatch.setattr(replica, "_paged", lambda: [(Rows(), ["shard 2"])])
+        told = await replica.record_routing_stats()
+        if routing == "joint":
+            assert (told["shards"], looked) == (b"", [])
+        else:
+            assert (told["shards"], looked) == (digest(["shard 1", "shard 2"], 10), [False])
 
     started(replica, then)
 

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 
 from jgr.serving.policies.shards import PROFILE, held, name, profile, shard_of
@@ -21,4 +23,12 @@ def test_a_profile_is_bounded_and_the_same_for_numbers_and_texts() -> None:
     assert (
         profile([b"12", b'"x"']) == profile([b'"12"', b'"x"']) == (name(shard_of("12")), name(shard_of("x")))
     )
-    assert profile([b"{}", b"null"]) == ()
+    assert profile([b"{}", b"null", b"[1]", b"true", b"1.5", b'"', b""]) == ()
+
+
+def test_an_id_is_what_its_json_says() -> None:
+    for item in ("Zoë", 'a"b', "line\nend", "\U0001f600"):
+        expected = (name(shard_of(item)),)
+        assert profile([json.dumps(item).encode()]) == expected, "escaped"
+        assert profile([json.dumps(item, ensure_ascii=False).encode()]) == expected
+    assert profile([b"-5"]) == (name(shard_of("-5")),)
