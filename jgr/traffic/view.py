@@ -127,12 +127,13 @@ def _count(counts: Counts, series: str, labels: Mapping[str, str], value: float)
 
 
 def view(before: Look, after: Look, time: float) -> View:
-    """What happened between two looks. A replica that only the later one knows has no rates yet."""
+    """What happened between two looks. A replica that only the later one knows, or whose metrics the earlier one lacks,
+    since they came too late for it, has no rates yet."""
     seconds = max(after.at_s - before.at_s, 1e-9)
-    changes = {
-        name: _change(before.replicas.get(name, counts), counts)
-        for name, counts in sorted(after.replicas.items())
-    }
+    changes = {}
+    for name, counts in sorted(after.replicas.items()):
+        then = before.replicas.get(name)
+        changes[name] = _change(then if then is not None and then.sums else counts, counts)
     rows = [_row(name, change, seconds) for name, change in changes.items()]
     total = _row(TOTAL, _together(changes.values()), seconds)
     return View(time=time, seconds=seconds, total=total, replicas=rows, rollout=after.rollout)

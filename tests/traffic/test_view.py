@@ -96,6 +96,13 @@ def test_what_began_anew_counts_from_there_and_a_new_replica_has_no_rates() -> N
     assert (b.goodput_per_s, b.requests_per_s, b.queue) == (0.0, 0.0, 3)
 
 
+def test_a_replica_whose_metrics_came_too_late_for_a_look_has_no_rates_after_it() -> None:
+    late = look("", fleet("a"), 0.0, "")
+    after = look(series("a", 500, 3, 9.0, 0), fleet("a"), 1.0, "")
+    (a,) = view(late, after, 0.0).replicas
+    assert (a.goodput_per_s, a.requests_per_s, a.busy, a.p99_ms, a.queue) == (0.0, 0.0, 0.0, None, 3)
+
+
 def test_a_server_that_is_no_fleet_is_one_line() -> None:
     plain = series("", 10, 0, 1.0, 0).replace('replica="",', "")
     found = look(plain, ModelList(data=[]), 0.0, "host:1")

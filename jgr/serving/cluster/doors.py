@@ -18,9 +18,14 @@ from jgr.serving.cluster.relay import refusal, reply
 from jgr.serving.errors import RequestError
 from jgr.serving.http.bounds import MAX_HEAD_BYTES, REQUEST_ID
 
-STEERS = (b"serve_multiplexed_model_id", b"x_session_id", b"x_request_timeout_seconds")
-"""Headers, with _ for -, by which a client would choose a front, or its own timeout, past jgr's routing. Ray answers
-500 where they are no text."""
+STEERS = (
+    b"serve_multiplexed_model_id",
+    b"x_session_id",
+    b"x_request_timeout_seconds",
+    b"x_request_disconnect_disabled",
+)
+"""Headers, with _ for -, by which a client would choose a front, or its own timeout, past jgr's routing, or have its
+work go on when it has left. Ray answers 500 where they are no text, and keeps what it had begun for the request."""
 MOST_READ = 1 << 17
 """Bytes of a head that are read: one beyond MAX_HEAD_BYTES that ends before gets an answer that says why."""
 

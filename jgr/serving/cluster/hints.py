@@ -11,6 +11,7 @@ from msgspec import Struct
 
 from jgr.serving.api import MAX_DEADLINE_MS
 from jgr.serving.cluster.protocol import sent
+from jgr.serving.http.decoding import UNREADABLE
 from jgr.serving.known_items import user_entry
 from jgr.serving.policies.shards import profile
 
@@ -69,7 +70,7 @@ def glance(path: str, body: bytes, tenant: str = "", profiled: bool = False) -> 
         return Hint()
     try:
         seen = _decode(body)
-    except msgspec.MsgspecError:
+    except UNREADABLE:
         return Hint()
     user: Any = unquote(path[len(USERS) : -len(PREFILL)]) if hinted else seen.user_id
     name = user if isinstance(user, str) else str(user) if type(user) is int else ""
@@ -78,7 +79,7 @@ def glance(path: str, body: bytes, tenant: str = "", profiled: bool = False) -> 
     return Hint(
         user=user_entry(name, tenant) if name else "",
         events=len(seen.history),
-        items=tuple(str(item) for item in items) if isinstance(items, list) else (),
+        items=tuple(map(_name, items)) if isinstance(items, list) else (),
         left_ms=float(deadline)
         if isinstance(deadline, int | float) and 0 < deadline <= MAX_DEADLINE_MS
         else None,
@@ -86,3 +87,8 @@ def glance(path: str, body: bytes, tenant: str = "", profiled: bool = False) -> 
         layout=seen.layout if isinstance(seen.layout, str) else "",
         shards=profile(seen.history) if profiled else (),
     )
+
+
+def _name(item: Any) -> str:
+    """The id that a candidate is; what is none has no name, and a deep one cannot be written down."""
+    return item if isinstance(item, str) else str(item) if type(item) is int else ""

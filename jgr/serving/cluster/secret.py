@@ -7,12 +7,13 @@ served only where Ray asks every caller for a token, or for a certificate; see d
 
 from __future__ import annotations
 
+import os
 from collections.abc import MutableMapping
 from urllib.parse import urlsplit
 
 from jgr.config import UserError
 
-MODE = "RAY_AUTH_MODE"
+MODE, TLS = "RAY_AUTH_MODE", "RAY_USE_TLS"
 HOW = (
     "set RAY_AUTH_MODE=token and the same RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH on every node and here, "
     "see docs/fleet.md"
@@ -30,18 +31,29 @@ def require_token(environment: MutableMapping[str, str]) -> None:
 
 
 def require_closed(address: str) -> None:
-    """Raises UserError where a Ray cluster answers a caller who has no secret. address: of its head, HOST:PORT."""
+    """Raises UserError where a Ray cluster answers a caller who has no secret, or does not say whether it would.
+    address: of its head, HOST:PORT."""
     if is_open(address):
         raise UserError(f"the Ray cluster at {address} asks nobody for a secret; {HOW}")
 
 
 def is_open(address: str) -> bool:
-    """Whether the head of a Ray cluster answers a caller without a token and a certificate."""
+    """Whether the head of a Ray cluster answers a caller without a token and a certificate. UserError where it does not
+    say: one that is too busy to answer may be open."""
     import grpc
+
+    closed = {grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED}
+    if os.environ.get(TLS, "").lower() in ("1", "true"):
+        closed.add(grpc.StatusCode.UNAVAILABLE)  # what a caller gets who does not encrypt
 
     with grpc.insecure_channel(urlsplit(f"//{address.rpartition('//')[2]}").netloc) as channel:
         try:
             channel.unary_unary(_ALIVE)(b"", timeout=_PROBE_S)
-        except grpc.RpcError:
-            return False
+        except grpc.RpcError as error:
+            if error.code() in closed:
+                return False
+            raise UserError(
+                f"the Ray cluster at {address} does not say whether it asks for a secret "
+                f"({error.code().name.lower()}); try again, or {HOW}"
+            ) from None
     return True

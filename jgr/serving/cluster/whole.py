@@ -136,17 +136,21 @@ def models(first: Answered, about: Sequence[Mapping[str, Any]], last: Mapping[st
 
 
 def erased(found: Sequence[Answered | Exception]) -> Answered:
-    """The answer to an erasure, which every replica must have done. Raises RequestError where one has not."""
+    """The answer to an erasure, which every replica must have done. Raises RequestError where one has not. A replica
+    says 404 where it has nothing of a client that it does not know: others may have had something."""
     answers = [each for each in found if isinstance(each, Answered)]
-    refused = next((each for each in answers if each.status != 200), None)
+    refused = next((each for each in answers if each.status not in (200, 404)), None)
     if refused is not None:
         return refused
     if len(answers) < max(1, len(found)):
         lost = len(found) - len(answers)
         raise RequestError("unavailable", f"{lost} of {len(found)} replicas did not answer; ask again")
-    entries = sum(msgspec.json.decode(each.body, type=Erased).entries for each in answers)
+    done = [each for each in answers if each.status == 200]
+    if not done:
+        return answers[0]
+    entries = sum(msgspec.json.decode(each.body, type=Erased).entries for each in done)
     body = msgspec.json.encode(Erased(entries=entries))
-    return Answered(200, _headers(answers[0], body, "application/json"), body)
+    return Answered(200, _headers(done[0], body, "application/json"), body)
 
 
 def _headers(first: Answered, body: bytes, content_type: str) -> Headers:

@@ -54,6 +54,6 @@ def _id(item: bytes) -> str | None:
         return None
     try:
         found = msgspec.json.decode(item)  # escapes too: many clients send all but ASCII in them
-    except (msgspec.DecodeError, RecursionError):
+    except (msgspec.DecodeError, UnicodeDecodeError):
         return None
     return str(found) if isinstance(found, str) or type(found) is int else None

@@ -82,5 +82,7 @@ def test_headers_that_ray_fails_at_or_is_steered_by_are_left_out() -> None:
         (b"serve-multiplexed-model-id", b"m"),
         (b"serve_multiplexed_model_id", b"m"),
         (b"x-request-timeout-seconds", b"0"),
+        (b"x-request-disconnect-disabled", b"?1"),
+        (b"x-request-disconnect-disabled", b"\xff"),
     ]
     assert asked(*left_out, *kept)[1] == kept

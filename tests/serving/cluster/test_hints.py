@@ -34,6 +34,11 @@ def test_a_profile_is_the_shards_that_the_history_reads_most() -> None:
     assert (shards[0], sorted(shards)) == (of[0], sorted(of))
 
 
+def test_candidates_that_are_no_ids_have_no_names() -> None:
+    body = b'{"candidates": ["x", [["y"]], 1.5, true, {"id": 1}, 7]}'
+    assert glance("/v1/rank", body).items == ("x", "", "", "", "", "7")
+
+
 def test_the_documents_of_a_rerank_are_its_candidates() -> None:
     body = b'{"history": ["a"], "documents": ["x", "y"]}'
     assert glance("/v1/rerank", body) == Hint(events=1, items=("x", "y"))
@@ -49,6 +54,8 @@ def test_a_hint_to_compute_a_user_is_for_that_user() -> None:
         ("/v1/rank", b"no json"),
         ("/v1/rank", b"[]"),
         ("/v1/rank", b'{"history": 3}'),
+        ("/v1/rank", b'{"user_id": "\xff"}'),
+        ("/v1/rank", b'{"candidates": ' + b"[" * 100_000),
         ("/v1/models", b'{"user_id": "ada"}'),
         ("/v1/users/ada/cache", b'{"user_id": "ada"}'),
     ],

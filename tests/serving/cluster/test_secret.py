@@ -49,6 +49,36 @@ def test_a_cluster_that_answers_strangers_is_refused(asks: bool) -> None:
         server.stop(None)
 
 
+class Silent(grpc.GenericRpcHandler):
+    """A head that fails with a status."""
+
+    def __init__(self, status: grpc.StatusCode) -> None:
+        self._status = status
+
+    def service(self, details: grpc.HandlerCallDetails) -> Any:
+        return grpc.unary_unary_rpc_method_handler(lambda request, context: context.abort(self._status, "no"))
+
+
+@pytest.mark.parametrize("status", ["DEADLINE_EXCEEDED", "UNAVAILABLE", "UNIMPLEMENTED"])
+def test_a_cluster_that_does_not_say_is_refused(status: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_USE_TLS", raising=False)
+    server = grpc.server(futures.ThreadPoolExecutor(1))
+    server.add_generic_rpc_handlers((Silent(grpc.StatusCode[status]),))
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    try:
+        with pytest.raises(UserError, match=f"does not say whether it asks for a secret .{status.lower()}."):
+            require_closed(address)
+        monkeypatch.setenv("RAY_USE_TLS", "1")
+        if status == "UNAVAILABLE":
+            require_closed(address)
+        else:
+            with pytest.raises(UserError, match="does not say"):
+                require_closed(address)
+    finally:
+        server.stop(None)
+
+
 def test_ray_asks_for_its_token_unless_it_is_told_not_to() -> None:
     environment: dict[str, str] = {}
     require_token(environment)

@@ -216,6 +216,12 @@ def test_an_erasure_is_done_when_every_replica_has_done_it() -> None:
     assert refused.value.type == "unavailable"
     forbidden = Answered(403, [], b"{}")
     assert erased([done, forbidden]) is forbidden
+    unknown = Answered(404, [], b"{}")
+    assert json.loads(erased([unknown, done, unknown]).body) == {"entries": 2}, "one replica had something"
+    assert erased([unknown, forbidden, done]) is forbidden
+    assert erased([unknown, unknown]) is unknown
+    with pytest.raises(RequestError, match="1 of 2 replicas did not answer"):
+        erased([unknown, TimeoutError()])
 
 
 def test_a_fleet_is_ready_when_one_replica_is_and_says_how_many_are() -> None:
