@@ -70,7 +70,7 @@ def test_a_cluster_that_does_not_say_is_refused(status: str, says: bool) -> None
         if says:
             require_closed(address)
         else:
-            with pytest.raises(UserError, match="does not say whether it asks for a secret .deadline_exc"):
+            with pytest.raises(UserError, match=r"does not say whether it asks for a secret .deadline_exc"):
                 require_closed(address)
     finally:
         server.stop(None)
