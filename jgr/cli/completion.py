@@ -31,12 +31,13 @@ WORDS = {
     "ablate": tuple(SYSTEMS),
     "bench": ("ops", "serve"),
     "catalog": ("build", "inspect"),
+    "embeddings": ("upload",),
     "features": ("load",),
     "kv": ("build", "library"),
     "completion": tuple(SCRIPTS),
 }
 """The first arguments of commands that take one of a few words."""
-TAKES_FOLDERS = ("serve", "evaluate", "profile", "config", "bench")
+TAKES_FOLDERS = ("serve", "evaluate", "profile", "config", "bench", "embeddings")
 MAX_FILES = 1000
 
 

@@ -36,6 +36,7 @@ COMMANDS = {
     "features": "jgr.cli.features",
     "convert": "jgr.cli.convert",
     "train": "jgr.cli.train",
+    "embeddings": "jgr.cli.embeddings",
     "tune": "jgr.cli.tune",
     "retrieve": "jgr.cli.retrieve",
     "kv": "jgr.cli.kv",

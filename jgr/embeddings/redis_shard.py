@@ -8,30 +8,32 @@ table is stands in jgr:rows:<table>:<model>.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import time
 from collections.abc import Callable
-from functools import partial
-from typing import Any, cast
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 import redis
-from redis.backoff import NoBackoff
-from redis.retry import Retry
 
+from jgr.embeddings.bounded_redis import BoundedRedis
 from jgr.embeddings.shards import ShardError
 from jgr.fields import one_line
-from jgr.models.table_file import TableHeader
+from jgr.files import refuse_overwriting
+from jgr.models.table_file import HEADER_BYTES, TableHeader
 
 PREFIX = "jgr:rows:"
 CHECKSUM = 8
 AT_ONCE = 1024
-"""Rows of one MGET, and of one MSET."""
+AT_ONCE_BYTES = 4 << 20
+"""The most rows, and bytes of more rows than one, of one MGET and of one MSET."""
 
 Int64 = npt.NDArray[np.int64]
+Show = Callable[[int, int, str], None]
+"""Is told of rows that are done, rows in all, and what is done with them."""
 
 
 class RedisShard:
@@ -48,26 +50,63 @@ class RedisShard:
         timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._table, self._timeout_s, self._clock = table, timeout_s, clock
-        self._client = _connect(address, timeout_s)
-        self._key = f"{PREFIX}{table}:{model}"
-        found = self._ask(lambda: self._client.get(self._key))
+        self._server = _Server(address, table, model, timeout_s, clock)
+        found = self._server.header()
         if found is None:
             raise ShardError(f"table {table}: the server of embeddings.remote has no rows of model {model!r}")
-        try:
-            self.header = msgspec.json.decode(found, type=TableHeader)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise ShardError(f"table {table}: the server of embeddings.remote: {one_line(error)}") from None
+        self.header = found
 
     def read(self, rows: Int64) -> npt.NDArray[Any]:
         """See Shard. ShardError also for an answer that is late, or not of these rows."""
-        until_s, header = self._clock() + self._timeout_s, self.header
+        return self._server.read(rows, self.header)
+
+    def close(self) -> None:
+        self._server.close()
+
+
+class _Server:
+    """A table's keys in a server. Every failure is a ShardError with the table's name."""
+
+    def __init__(
+        self,
+        address: str,
+        table: str,
+        model: str,
+        timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._table, self.key, self._timeout_s, self._clock = (
+            table,
+            f"{PREFIX}{table}:{model}",
+            timeout_s,
+            clock,
+        )
+        try:
+            self._redis = BoundedRedis(address, timeout_s, clock)
+        except ValueError as cause:
+            raise ShardError(f"embeddings.remote: {cause}") from None
+
+    def header(self) -> TableHeader | None:
+        """What the rows are; None where the server has none."""
+        found = self.ask("GET", self.key, most=HEADER_BYTES)
+        if found is None:
+            return None
+        if not isinstance(found, bytes):
+            raise self._out_of_step("GET", found)
+        try:
+            return msgspec.json.decode(found, type=TableHeader)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise ShardError(
+                f"table {self._table}: the server of embeddings.remote: {one_line(error)}"
+            ) from None
+
+    def read(self, rows: Int64, header: TableHeader) -> npt.NDArray[Any]:
+        until_s = self._clock() + self._timeout_s
         found = np.empty((len(rows), header.width), header.numpy_dtype)
-        for at in range(0, len(rows), AT_ONCE):
-            keys = [f"{self._key}:{row}" for row in rows[at : at + AT_ONCE].tolist()]
-            values = cast(list[bytes | None], self._ask(partial(self._client.mget, keys)))
-            if self._clock() > until_s:
-                raise ShardError(f"table {self._table}: embeddings.remote took over {self._timeout_s:g} s")
+        step = rows_at_once(header)
+        for at in range(0, len(rows), step):
+            keys = [f"{self.key}:{row}" for row in rows[at : at + step].tolist()]
+            values = self.values(keys, header.row_bytes, until_s)
             for place, (key, value) in enumerate(zip(keys, values, strict=True), at):
                 if value is None:
                     raise ShardError(f"table {self._table}: embeddings.remote lacks row {rows[place]}")
@@ -75,47 +114,121 @@ class RedisShard:
                 if len(data) != header.row_bytes or value[:CHECKSUM] != _checksum(key, data):
                     raise ShardError(f"table {self._table}: embeddings.remote gave a wrong row {rows[place]}")
                 found[place] = np.frombuffer(data, header.numpy_dtype)
+        if self._clock() > until_s:
+            raise ShardError(f"table {self._table}: embeddings.remote took over {self._timeout_s:g} s")
         return found
 
-    def close(self) -> None:
-        with contextlib.suppress(redis.RedisError, OSError):
-            self._client.close()
+    def values(self, keys: list[str], row_bytes: int, until_s: float | None = None) -> list[bytes | None]:
+        """The values of rows' keys, which may be wrong ones, but of no other number and not longer than a row's."""
+        found = self.ask("MGET", *keys, values=len(keys), most=CHECKSUM + row_bytes, until_s=until_s)
+        if not isinstance(found, list) or len(found) != len(keys):
+            raise self._out_of_step("MGET", found)
+        return found
 
-    def _ask(self, call: Callable[[], Any]) -> Any:
+    def ask(self, *command: Any, **bounds: Any) -> Any:
+        """See BoundedRedis.ask."""
         try:
-            return call()
-        except (redis.RedisError, OSError) as cause:
+            return self._redis.ask(*command, **bounds)
+        except (
+            redis.RedisError,
+            OSError,
+            ValueError,
+            TypeError,
+        ) as cause:  # the last two: options of the address
             raise ShardError(
-                f"table {self._table}: the server of embeddings.remote failed: {cause or type(cause).__name__}"
+                f"table {self._table}: the server of embeddings.remote failed: "
+                f"{one_line(cause) or type(cause).__name__}"
             ) from cause
 
+    def close(self) -> None:
+        self._redis.close()
 
-def upload(address: str, header: TableHeader, rows: npt.NDArray[Any], timeout_s: float) -> None:
-    """Put rows [held, width] into a server, where `RedisShard` finds them. header: what they are. Raises ShardError."""
-    client, key = _connect(address, timeout_s), f"{PREFIX}{header.name}:{header.model}"
-    try:
-        for at in range(0, header.held, AT_ONCE):
-            some = np.ascontiguousarray(rows[at : at + AT_ONCE])
-            keys = [f"{key}:{header.first + at + place}" for place in range(len(some))]
-            data = zip(keys, (row.tobytes() for row in some), strict=True)
-            client.mset({name: _checksum(name, row) + row for name, row in data})
-        client.set(key, msgspec.json.encode(header))  # last: a table that is not whole is not found
-    except (redis.RedisError, OSError) as cause:
-        raise ShardError(f"the Redis server failed: {cause or type(cause).__name__}") from cause
-    finally:
-        client.close()
-
-
-def _connect(address: str, timeout_s: float) -> redis.Redis:
-    try:
-        return redis.Redis.from_url(
-            address,
-            socket_timeout=timeout_s,
-            socket_connect_timeout=timeout_s,
-            retry=Retry(NoBackoff(), 1, supported_errors=(redis.ConnectionError,)),
+    def _out_of_step(self, command: str, found: object) -> ShardError:
+        self._redis.forget_idle()
+        return ShardError(
+            f"table {self._table}: the server of embeddings.remote failed: it answered {command} with "
+            f"{type(found).__name__}"
         )
-    except ValueError as cause:
-        raise ShardError(f"embeddings.remote: {cause}") from None
+
+
+def rows_at_once(header: TableHeader) -> int:
+    """Rows of one MGET, and of one MSET."""
+    return max(1, min(AT_ONCE, AT_ONCE_BYTES // (CHECKSUM + header.row_bytes)))
+
+
+def upload(
+    address: str,
+    header: TableHeader,
+    rows: npt.NDArray[Any],
+    timeout_s: float,
+    *,
+    overwrite: bool = True,
+    show: Show = lambda done, total, status: None,
+) -> int:
+    """Put rows [held, width] into a server, where `RedisShard` finds them; returns how many it did not have yet.
+
+    header: what they are; its digest is made anew. timeout_s: for each question. overwrite: replace other rows of the
+    model that the server has. What an upload that was ended has left there is not sent again. At last all rows are
+    read back: a server that is too small may drop some without a word. Raises ShardError; UserError where other rows
+    would be overwritten.
+    """
+    if len(rows) != header.held:
+        raise ValueError(f"{len(rows)} rows, the header says {header.held}")
+    header = msgspec.structs.replace(header, sha256=_digest(rows))
+    server = _Server(address, header.name, header.model, timeout_s)
+    try:
+        before = server.header()
+        if before not in (None, header):
+            refuse_overwriting(Path("Redis"), overwrite, "--remote", "other rows of this model")
+            server.ask("DEL", server.key)  # a table that is not whole is not found
+        new = _put(server, header, rows, show)
+        _check(server, header, show)
+        server.ask("SET", server.key, msgspec.json.encode(header))
+        return new
+    finally:
+        server.close()
+
+
+def _put(server: _Server, header: TableHeader, rows: npt.NDArray[Any], show: Show) -> int:
+    step, new = rows_at_once(header), 0
+    longest = 4 * header.width  # what was there before may be of a wider type
+    for at in range(0, header.held, step):
+        some = np.ascontiguousarray(rows[at : at + step])
+        keys = [f"{server.key}:{header.first + at + place}" for place in range(len(some))]
+        wanted = {
+            key: _checksum(key, row.tobytes()) + row.tobytes() for key, row in zip(keys, some, strict=True)
+        }
+        there = dict(zip(keys, server.values(keys, longest), strict=True))
+        lacking = {key: value for key, value in wanted.items() if there[key] != value}
+        if lacking:
+            server.ask("MSET", *(part for pair in lacking.items() for part in pair))
+        new += len(lacking)
+        show(at + len(some), header.held, "uploading")
+    return new
+
+
+def _check(server: _Server, header: TableHeader, show: Show) -> None:
+    """Read all rows back. ShardError where one is missing or not what was put there."""
+    step, digest = rows_at_once(header), hashlib.sha256()
+    end = header.first + header.held
+    try:
+        for at in range(header.first, end, step):
+            digest.update(server.read(np.arange(at, min(at + step, end)), header).tobytes())
+            show(min(at + step, end) - header.first, header.held, "checking")
+        if digest.hexdigest() != header.sha256:
+            raise ShardError(f"table {header.name}: its rows are not those that were put there (SHA-256)")
+    except ShardError as error:
+        raise ShardError(
+            f"{error} (read back after the upload; a server with too little maxmemory drops rows)"
+        ) from None
+
+
+def _digest(rows: npt.NDArray[Any]) -> str:
+    """The SHA-256 of rows, some at a time: a mapped table need not be in memory as a whole."""
+    digest = hashlib.sha256()
+    for at in range(0, len(rows), AT_ONCE):
+        digest.update(np.ascontiguousarray(rows[at : at + AT_ONCE]).tobytes())
+    return digest.hexdigest()
 
 
 def _checksum(key: str, data: bytes) -> bytes:

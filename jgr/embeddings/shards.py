@@ -41,14 +41,24 @@ class LocalShard:
     """A file of this machine, see `TableFile`."""
 
     def __init__(self, file: TableFile) -> None:
-        self.header, self._rows = file.header, file.rows
+        self.header, self._file = file.header, file
 
     def read(self, rows: Int64) -> npt.NDArray[Any]:
-        found: npt.NDArray[Any] = self._rows[rows - self.header.first]
+        """See Shard. ShardError also where the file was written to: its rows are shared with whoever does that."""
+        self._require_unchanged()  # to read what was cut off would end the process
+        found: npt.NDArray[Any] = self._file.rows[rows - self.header.first]
+        self._require_unchanged()
         return found
 
     def close(self) -> None:
-        """The file is closed when nobody holds its rows any more."""
+        """The file is closed when nobody holds it any more."""
+
+    def _require_unchanged(self) -> None:
+        if not self._file.unchanged:
+            raise ShardError(
+                f"table {self.header.name}: {self._file.path} was written to while it is served; replace it by "
+                "renaming another file to its name, and load the model again"
+            )
 
 
 class Shards:
@@ -80,7 +90,9 @@ class Shards:
                 continue
             try:
                 found[own] = shard.read(rows[own])
-            except ShardError:
+            except (
+                Exception
+            ):  # a shard that fails in another way is a fault of ours, and the rows are missing too
                 counts["failed"] += len(own)
                 raise
             counts["local" if isinstance(shard, LocalShard) else "remote"] += len(own)

@@ -10,11 +10,12 @@ folder/tokenizer.json     the tokenizers library's file
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -114,16 +115,26 @@ def write(
     """
     import orbax.checkpoint as ocp  # 2-3 s of import time, needed by no command that only reads safetensors
 
-    folder = folder.resolve()
-    require_writable(folder)
-    aside = _aside(folder)
-    try:
-        aside.mkdir(parents=True)
+    with replacing(folder) as aside:
         require_space(aside, params)
         (aside / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         with ocp.StandardCheckpointer() as checkpointer:
             checkpointer.save(aside / "params", params)
         write_beside(aside)
+
+
+@contextlib.contextmanager
+def replacing(folder: Path) -> Iterator[Path]:
+    """A folder aside, to which a model folder but for digests.json is written; it then replaces `folder`.
+
+    Raises CheckpointError for whatever fails; then `folder` is as it was.
+    """
+    folder = folder.resolve()
+    require_writable(folder)
+    aside = _aside(folder)
+    try:
+        aside.mkdir(parents=True)
+        yield aside
         write_digests(aside)
         older = folder.with_name(f".{folder.name}.{os.getpid()}.old")
         if folder.exists():

@@ -9,6 +9,7 @@ the functions, and the numbers that they compute with, are the same.
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jgr.models import table_file
+from jgr.models import checkpoint, table_file
 from jgr.models.devices import ON_ONE, Placement
 from jgr.models.model_files import ModelFiles
 from jgr.models.params import PyTree
@@ -58,6 +59,35 @@ def apart(
 def are_apart(folder: Path) -> bool:
     """Whether a model's folder has a table of its items' embeddings."""
     return (folder / ITEMS).is_file()
+
+
+def keep_first(folder: Path, out: Path, rows: int) -> None:
+    """Write to `out` the model of a folder with only the first rows of its table; what stands there is replaced.
+
+    It is the same model, so the others may be in any shard of it. Raises TableError, CheckpointError.
+    """
+    table = TableFile(folder / ITEMS)
+    header, step = table.header, max(1, table_file.READ_BYTES // table.header.row_bytes)
+    beside = folder / ITEMS.parent
+    with checkpoint.replacing(out) as aside:
+        shutil.copytree(
+            folder,
+            aside,
+            ignore=lambda at, names: {ITEMS.name} if Path(at) == beside else set(),
+            dirs_exist_ok=True,
+        )
+        table_file.write(
+            aside / ITEMS,
+            header.name,
+            (table.rows[at : min(at + step, rows)] for at in range(0, rows, step)),
+            width=header.width,
+            dtype=header.dtype,
+            model=header.model,
+            rows=header.rows,
+            ids=header.ids,
+        )
+        if not table.unchanged:
+            raise TableError(f"{table.path}: was written to while it was read")
 
 
 def declared(folder: Path, specs: PyTree) -> PyTree:

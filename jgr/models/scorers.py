@@ -440,14 +440,15 @@ def save(
     params: PyTree,
     write_beside: Callable[[Path], None] = lambda folder: None,
     tables: str = "none",
+    held: int | None = None,
 ) -> None:
     """A model folder: config.json, params/, and what write_beside(folder) adds. See jgr.models.checkpoint.write.
 
-    tables: see `item_tables.apart`.
+    tables, held: see `item_tables.apart`.
     """
     if isinstance(cfg, RetrieverConfig):
-        return retrievers.save(folder, cfg, params, write_beside, tables)
-    params, write_beside = item_tables.apart(params, tables, write_beside)
+        return retrievers.save(folder, cfg, params, write_beside, tables, held)
+    params, write_beside = item_tables.apart(params, tables, write_beside, held)
     model_type = next(name for name, of in _TYPES.items() if of is type(cfg))
     checkpoint.write(folder, {"model_type": model_type, **dataclasses.asdict(cfg)}, params, write_beside)
 

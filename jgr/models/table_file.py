@@ -11,6 +11,8 @@ file is opened, at the cost of reading the header; `TableFile.verify` reads all 
 from __future__ import annotations
 
 import hashlib
+import os
+import weakref
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -127,9 +129,13 @@ class TableFile:
     def __init__(self, path: Path, *, name: str = "", rows: int = 0, width: int = 0, model: str = "") -> None:
         """name, rows, width, model: what it must be; "" and 0: anything. Raises TableError, which says what is not."""
         self.path = path
-        self.header = header = _header(path)
+        require_regular(path, TableError)
+        with reading(path, TableError) as stream:  # once: another file may be renamed to its name meanwhile
+            self.header = header = _header(path, stream.read(HEADER_BYTES))
+            self._file = os.dup(stream.fileno())
+        weakref.finalize(self, os.close, self._file)
         whole = HEADER_BYTES + header.held * header.row_bytes
-        size = path.stat().st_size
+        self._stamp = size, _ = self._stamp_now()
         if size != whole:
             how = "cut short" if size < whole else "too long"
             raise TableError(f"{path}: {how}: it has {size} bytes, its header says {whole}")
@@ -141,12 +147,22 @@ class TableFile:
             if value and found != value and not (field == "model" and not found):
                 what = {"name": "table", "width": "row width"}.get(field, field)
                 raise TableError(f"{path}: is of another {what}: {found!r}, and {value!r} is needed")
-        shape = (header.held, header.width)
-        self.rows: npt.NDArray[Any] = (
-            np.memmap(path, header.numpy_dtype, "r", HEADER_BYTES, shape)
-            if header.held
-            else np.zeros(shape, header.numpy_dtype)
-        )
+        self.rows = self._mapped() if header.held else np.zeros((0, header.width), header.numpy_dtype)
+
+    @property
+    def unchanged(self) -> bool:
+        """Whether nobody has written to the file since it was opened, by its size and time. One that was renamed or
+        deleted is unchanged; `rows` are still its own."""
+        return self._stamp_now() == self._stamp
+
+    def _mapped(self) -> npt.NDArray[Any]:
+        with open(self._file, "rb", closefd=False) as stream:
+            shape = (self.header.held, self.header.width)
+            return np.memmap(stream, self.header.numpy_dtype, "r", HEADER_BYTES, shape)
+
+    def _stamp_now(self) -> tuple[int, int]:
+        status = os.fstat(self._file)
+        return status.st_size, status.st_mtime_ns
 
     def verify(self) -> None:
         """Read all rows and compare their digest. Raises TableError where they are not those that were written."""
@@ -159,10 +175,7 @@ class TableFile:
             raise TableError(f"{self.path}: damaged: its rows are not those that were written (SHA-256)")
 
 
-def _header(path: Path) -> TableHeader:
-    require_regular(path, TableError)
-    with reading(path, TableError) as stream:
-        data = stream.read(HEADER_BYTES)
+def _header(path: Path, data: bytes) -> TableHeader:
     if not data.startswith(MAGIC) or len(data) < HEADER_BYTES:
         raise TableError(f"{path}: is not a table of embeddings that jgr wrote, or is cut short")
     try:

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -105,3 +107,62 @@ def test_a_server_without_the_models_rows_is_told_at_start(server: RedisProcess)
         RedisShard(server.address, "items", "m", 5.0)
     with pytest.raises(ShardError, match=r"embeddings\.remote: "):
         RedisShard("ftp://x", "items", "m", 5.0)
+
+
+def overwritten(path: Path) -> None:
+    with open(path, "r+b") as file:
+        file.seek(table_file.HEADER_BYTES)
+        file.write(bytes(ROWS.nbytes))
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, table_file.HEADER_BYTES + 12)
+
+
+def old_shard(path: Path) -> LocalShard:
+    """A shard whose file was written long ago: a change in the same tick of the clock has the same time."""
+    shard(path, 0, 40)
+    os.utime(path, ns=(0, 0))
+    return LocalShard(TableFile(path))
+
+
+@pytest.mark.parametrize("change", [overwritten, cut])
+def test_a_file_that_is_written_to_while_it_is_served_is_an_error(
+    tmp_path: Path, change: Callable[[Path], None]
+) -> None:
+    path, asked = tmp_path / "a", np.array([3, 39], np.int64)
+    shards = Shards({"items": [old_shard(path)]})
+    assert (shards.read("items", asked) == ROWS[asked]).all()
+    change(path)
+    for _ in range(2):
+        with pytest.raises(ShardError, match=f"^table items: {path} was written to while it is served"):
+            shards.read("items", asked)
+    assert shards.counts["items"] == {"local": 2, "failed": 4}
+
+
+def test_a_file_that_is_written_to_in_the_middle_of_a_read_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    local = old_shard(path)
+    file: Any = local._file
+    rows = file.rows
+
+    class Written:
+        def __getitem__(self, which: Any) -> Any:
+            found = rows[which]
+            overwritten(path)
+            return found
+
+    file.rows = Written()
+    with pytest.raises(ShardError, match="was written to while it is served"):
+        local.read(np.arange(4))
+
+
+def test_a_file_that_is_replaced_by_rename_or_deleted_is_read_on(tmp_path: Path) -> None:
+    path, other, asked = tmp_path / "a", tmp_path / "b", np.arange(40)
+    local = old_shard(path)
+    table_file.write(other, "items", [-ROWS], width=6, dtype="float16", model="m")
+    other.rename(path)
+    assert (local.read(asked) == ROWS).all()
+    assert (LocalShard(TableFile(path)).read(asked) == -ROWS).all()
+    path.unlink()
+    assert (local.read(asked) == ROWS).all()
