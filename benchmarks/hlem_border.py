@@ -89,6 +89,7 @@ def moves(number: int) -> Row:
     rows.compile("rows", 1)
     meta = CacheMeta(pages, {"user": Room(PAGE_BYTES, USER_PAGES)}, moving=True)
     border = Border(rows, meta, pages, "rows", PAGES, PAGES // 2)
+    border.start()
     part, users, first = round(PART * PAGES), 0, 0
     random = np.random.default_rng(0)
     us: dict[str, list[float]] = {"to_rows": [], "to_users": []}

@@ -139,6 +139,7 @@ class Live:
         self.border = Border(
             self.rows, self.users, pages, "rows", pages.count, round(split * pages.count), BATCH, least_users
         )
+        self.border.start()
         self._control = None
         if controller is not None:
             config = MemoryConfig(epoch_s=EPOCH_S, limit_ms=limit_ms)

@@ -5,7 +5,8 @@ The one idea: a move is bookkeeping. Rows get free pages, and then those of the 
 service's order; they give away their coldest pages. Nothing is copied and nobody waits: what was dispatched before
 reads what stood there before. Pages that somebody has pinned stay, and are asked for again by `retry`.
 
-All calls are made on the event loop, which alone gives pages out.
+A border may be made in any thread, as when a version is loaded: nothing is taken then. All calls are made on the event
+loop, which alone gives pages out; the first of them is `start`.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ class Border:
     """rows, users: the two sides; users: None where none are kept. pages: the pool's; name: of the rows' class there.
 
     total: pages of the model's part. least_rows, least_users: the fewest pages of each side. embeddings: pages that the
-    rows want at first. ConfigError, with the figures, where the part is too small for both sides, or this leaves one
-    of them too few.
+    rows want at first, and have once `start` was called. ConfigError, with the figures, where the part is too small for
+    both sides, or this leaves one of them too few.
     """
 
     def __init__(
@@ -65,11 +66,18 @@ class Border:
                 f"memory.split: {embeddings} of {total} pages of {page_kb:.3g} KB for rows; a batch needs "
                 f"{least_rows}, and one user {least_users} of the others (cache.device_mb, memory.split)"
             )
-        self.wanted = 0
+        self.wanted, self._begun = embeddings, False
+        self.control: object | None = None
+        """What moves it, kept here since both are of the same weights: it outlives the engines over them."""
         self.counts: Counter[str] = Counter()
         """moves; to_rows and to_users, pages that changed sides."""
         pages.add(name, pages.page_bytes)
-        self.set_limit(embeddings)
+
+    def start(self) -> None:
+        """Let both sides have what they want at first. Each engine over it calls this; all but the first do nothing."""
+        if not self._begun:
+            self._begun = True
+            self.set_limit(self.wanted)
 
     @property
     def delayed(self) -> int:
@@ -114,7 +122,8 @@ class Border:
         """The rows find out by themselves that the pool was emptied."""
 
     def close(self) -> None:
-        """Give all pages back. ValueError where one is pinned."""
+        """Give all pages back. ValueError where one is pinned. Where nothing was started, any thread may call it."""
+        self.control = None  # which holds this border and its rows: a cycle would keep their device memory
         self.rows.close()
         self._pages.give_pages(self._name, self.rows.shrink(self.rows.owned))
         self._pages.remove(self._name)

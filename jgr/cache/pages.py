@@ -72,7 +72,11 @@ class _Class:
 
 
 class Pages:
-    """The free list of a pool of `count` pages of `page_bytes`."""
+    """The free list of a pool of `count` pages of `page_bytes`.
+
+    There is no lock: one thread, the event loop's, gives pages out and takes them back. Classes may be added, and those
+    that never held a page limited and removed, by the threads that load models.
+    """
 
     def __init__(self, count: int, page_bytes: int) -> None:
         if count < 0 or page_bytes < 1:

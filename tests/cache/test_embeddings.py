@@ -61,7 +61,9 @@ def make(
     for table in TABLES:
         cache.compile(table, BATCH)
     meta = CacheMeta(pages, {"user": Room(PAGE_BYTES // 2)})
-    return cache, Border(cache, meta, pages, "rows", PAGES, embeddings), meta, pages, source, pool
+    border = Border(cache, meta, pages, "rows", PAGES, embeddings)
+    border.start()
+    return cache, border, meta, pages, source, pool
 
 
 POOL = DevicePool(PAGES, PAGE_BYTES)
@@ -144,6 +146,7 @@ class Pool(RuleBasedStateMachine):
         self.meta.renew(POOL.epoch)
         self.meta.set_limit("item", 2)
         self.border = Border(self.cache, self.meta, self.pages, "rows", LIMITED, embeddings)
+        self.border.start()
         self.users = UserCache(self.meta, content_of, GROWTH)
         self.histories: dict[int, History] = dict.fromkeys(range(8), (0,))
         self.pinned: list[Entry] = []

@@ -20,7 +20,8 @@ from jgr.config import Config
 from jgr.models.scorers import ScorerConfig
 from jgr.serving.api import Answer, RankRequest
 from jgr.serving.decoders.loading import load_engine
-from jgr.serving.engine.engine import HINTS_YIELD, Engine
+from jgr.serving.engine.engine import Engine
+from jgr.serving.engine.host import HINTS_YIELD
 from jgr.serving.errors import RequestError
 from jgr.serving.prefill import Prefill, Prefilled
 from jgr.serving.scorers.serve import ServedScorer

@@ -207,6 +207,12 @@ class ServedDecoder:
                 self.info.version, said, self._watch.mean, most,
             )  # fmt: skip
 
+    def lost(self, request: Asked) -> None:
+        """Nobody wants to know."""
+
+    def starting(self) -> None:
+        """A decoder's pages are taken by requests."""
+
     def started(self, handover_s: float = 0.0) -> None:
         self._handover_s = handover_s
         if self.caching is not None:

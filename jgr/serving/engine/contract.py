@@ -160,6 +160,12 @@ class Served(Protocol[T]):
     def shadows(self, task: T) -> Sequence[tuple[T, Callable[[T], None]]]:
         """Tasks that compute again what was reused, and what is to be done with each when it has been computed."""
 
+    def lost(self, request: Asked) -> None:
+        """A request or a hint failed, its deadline passed, or it was refused for there was no time or no room."""
+
+    def starting(self) -> None:
+        """The warm-up is about to begin."""
+
     def started(self, handover_s: float = 0.0) -> None:
         """The warm-up has ended well. handover_s: seconds that a run costs beside its work, for its threads."""
 

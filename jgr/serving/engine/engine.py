@@ -32,12 +32,12 @@ from jgr.cache.pool import PoolLost
 from jgr.catalog.catalog import Catalog
 from jgr.serving.api import Answer, ModelInfo, Request, Timing
 from jgr.serving.engine.contract import Progress, Served, Status
-from jgr.serving.engine.host import Host, refusal
+from jgr.serving.engine.host import HINTS_YIELD, Host, refusal
 from jgr.serving.engine.journal import journal_at
 from jgr.serving.engine.metrics import Metrics
 from jgr.serving.engine.opening import Again
 from jgr.serving.engine.threads import Abandoned, Lanes, Run
-from jgr.serving.engine.ticket import Ticket
+from jgr.serving.engine.ticket import ClientGone, Ticket
 from jgr.serving.errors import RequestError
 from jgr.serving.known_items import user_entry
 from jgr.serving.policies.jobs import Job, Outcome, Rejected, Sort, Start
@@ -46,14 +46,7 @@ from jgr.serving.prefill import Asked, Prefill, Prefilled
 
 _log = logging.getLogger(__name__)
 
-HINTS_YIELD = 4
-"""Where more interactive requests wait than this, hints are refused."""
-
 S = TypeVar("S", bound=Served[Any])
-
-
-class ClientGone(Exception):
-    """Ends the future of a request that nobody waits for."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +111,7 @@ class Engine(Generic[S]):
     async def start(self, progress: Progress = lambda done, total, label: None) -> None:
         """Compile; `progress` is called in another thread. Raises what warm-up raises."""
         self._loop = asyncio.get_running_loop()
+        self.served.starting()
         try:
             await self._lanes.start(progress)
         except Exception:
@@ -188,15 +182,16 @@ class Engine(Generic[S]):
         if deadline_ms is None:
             await turns.take(sort)
         else:  # its line may stand still for long
-            await self._take_until(arrival_ns + round(deadline_ms * 1e6))
+            await self._take_until(request, arrival_ns + round(deadline_ms * 1e6))
         return read
 
-    async def _take_until(self, deadline_ns: int) -> None:
+    async def _take_until(self, request: Asked, deadline_ns: int) -> None:
         try:
             async with asyncio.timeout((deadline_ns - self.clock()) / 1e9):
                 await self._host.turns.take("batch")
         except TimeoutError:
             self.metrics.deadline_expired.inc()
+            self.served.lost(request)
             raise RequestError("deadline_exceeded", "the deadline has passed") from None
 
     def _sort(self, request: Asked) -> Sort:
@@ -218,6 +213,7 @@ class Engine(Generic[S]):
         yields = hint and policy.waiting("dated") + policy.waiting("undated") > HINTS_YIELD
         if yields or policy.waiting(sort) + ahead >= policy.max_queue:
             self.metrics.rejected["queue_full"].inc()
+            self.served.lost(request)
             raise refusal(Rejected("queue_full"))
         deadline_ms = self._deadline_ms(request)
         if deadline_ms is None:
@@ -232,6 +228,7 @@ class Engine(Generic[S]):
         if verdict is None:
             return deadline_ns
         self.metrics.rejected["too_late"].inc()
+        self.served.lost(request)
         raise refusal(verdict, arrival_ns, deadline_ns, self._host.after_ns)
 
     def _refused(self, verdict: Rejected, task: Any, job: Job) -> RequestError:
@@ -239,6 +236,7 @@ class Engine(Generic[S]):
         self.metrics.rejected[verdict.reason].inc()
         if verdict.reason == "too_large":
             return self.served.too_large(task)
+        self.served.lost(task.request)
         if verdict.reason == "too_late" and not isinstance(task.request, Prefill):
             self._host.refused(task.request, job)
         return refusal(verdict, job.arrival_ns, job.deadline_ns, self._host.after_ns)
@@ -486,7 +484,9 @@ class Engine(Generic[S]):
             if ticket.fetching is not None:
                 ticket.fetching.cancel()
             if ticket.compare is None and not ticket.answer.done():
-                ticket.answer.set_exception(error())
+                ticket.answer.set_exception(cause := error())
+                if not isinstance(cause, ClientGone):
+                    self.served.lost(ticket.task.request)
         self._check_drained()
 
     def _check_drained(self) -> None:

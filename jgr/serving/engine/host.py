@@ -24,6 +24,8 @@ from jgr.serving.policies.policy import Policy
 
 RATE = 1 / 16
 """The weight of one figure in an average."""
+HINTS_YIELD = 4
+"""Where more interactive requests wait than this, hints are refused."""
 WAITS = 4
 """A request may wait for its turn for one part in so many of the time that it has."""
 MOST_REFUSED = 64

@@ -11,6 +11,10 @@ from typing import Any
 from jgr.serving.policies.jobs import Start
 
 
+class ClientGone(Exception):
+    """Ends the future of a request that nobody waits for."""
+
+
 @dataclass(eq=False)
 class Ticket:
     """A request on its way. Times are the engine's clock, in ns; started_ns and ended_ns span its runs, the first of

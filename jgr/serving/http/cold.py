@@ -21,7 +21,8 @@ from starlette.types import Receive, Scope
 from jgr.config import ServerConfig
 from jgr.serving.api import Erased, Health, ModelList, Request
 from jgr.serving.engine import metrics
-from jgr.serving.engine.engine import AnyEngine, ClientGone
+from jgr.serving.engine.engine import AnyEngine
+from jgr.serving.engine.ticket import ClientGone
 from jgr.serving.errors import RequestError, invalid, quoted
 from jgr.serving.explanations import ExplainRank, ExplainRecommend
 from jgr.serving.http import docs_page, kserve, openapi, ui_page

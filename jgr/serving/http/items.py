@@ -17,7 +17,7 @@ from starlette.datastructures import QueryParams
 
 from jgr.catalog.catalog import Catalog
 from jgr.serving.catalog_api import MAX_SEARCHED, CatalogItem, ItemList
-from jgr.serving.engine.engine import ClientGone
+from jgr.serving.engine.ticket import ClientGone
 from jgr.serving.errors import invalid, quoted
 
 LISTED, MAX_LISTED = 20, 100

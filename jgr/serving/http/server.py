@@ -27,7 +27,8 @@ from starlette.types import Message, Receive, Scope, Send
 
 from jgr.config import ServerConfig
 from jgr.serving.api import Answer, RankRequest, RecommendRequest
-from jgr.serving.engine.engine import AnyEngine, ClientGone
+from jgr.serving.engine.engine import AnyEngine
+from jgr.serving.engine.ticket import ClientGone
 from jgr.serving.engine.tracing import Trace, Tracing, tracing
 from jgr.serving.errors import STATUS, ErrorType, RequestError, invalid, quoted
 from jgr.serving.explanations import ExplainRank, ExplainRecommend

@@ -18,7 +18,8 @@ from jgr.serving.policies.memory_recovery import Recovery
 from jgr.serving.policies.memory_signals import ACTIONS, STATE, Float32, Limits, Signals, reward, state
 
 STEP = max(ACTIONS)
-"""The furthest that any controller moves the border in one epoch."""
+"""The largest action: the furthest that `ppo`, `pid` and the way to the safe split go in one epoch. What `full` adds to
+an action, at most `memory_adapter.MOST`, comes on top (HLEM-8, eq. 6); `predictor` goes where it wants to be."""
 WORSE = 3
 """Epochs in a row, each worse than the one before by more than WORSE_BY and late, after which nothing is believed."""
 WORSE_BY = 0.02

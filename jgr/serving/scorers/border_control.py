@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Moves the border of the pool by a memory controller: counts an epoch's requests, decides, moves (HLEM-3 .. 9).
 
-An epoch ends with the first answer after memory.epoch_s, so that one without requests moves nothing. Counting, deciding
-and moving are short and run on the event loop. What takes longer, a controller's learning and the choice of hot users,
-has a thread of its own; no decision is made while that runs.
+An epoch ends with the first request that ends after memory.epoch_s, well or not, so that one without requests moves
+nothing. Counting, deciding and moving are short and run on the event loop. What takes longer, a controller's learning
+and the choice of hot users, has a thread of its own; no decision is made while that runs.
+
+A control belongs to a border, as long as that is there, and counts the requests of all engines that share it.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import numpy as np
 from jgr.cache.border import Border
 from jgr.config import MemoryConfig
 from jgr.serving.policies.memory_control import Controller
-from jgr.serving.policies.memory_signals import HOT_USERS, Signals
+from jgr.serving.policies.memory_signals import HOT_USERS, TAIL, Signals
 
 HOUR_NS = 3600 * 10**9
 MOST_USERS = 100_000
@@ -73,25 +75,38 @@ class BorderControl:
         self._latency_ms.append((now_ns - arrival_ns) / 1e6)
         self._events += events
         self._cached += cached
+        self._ended(user, now_ns)
+
+    def lost(self, user: str | int | None) -> None:
+        """A request of a user failed, expired, or was refused since there was no time or no room: it counts as late."""
+        self._lost += 1
+        self._ended(user, self._clock())
+
+    def _ended(self, user: str | int | None, now_ns: int) -> None:
         self._hot += user is not None and self._users.asked(user)
         if now_ns - self._begun_ns >= self._config.epoch_s * 1e9:
             if self._learning is None or not self._learning.is_alive():
                 self._decide()
             self._begin(now_ns)
 
-    def signals(self) -> Signals:
-        """The epoch so far; NaN where nothing was counted."""
-        rows, latency_ms, requests = self._rows(), np.array(self._latency_ms), len(self._latency_ms)
-        if not requests:
-            none = float("nan")
-            return Signals(none, none, none, none, none, none, requests=0)
+    def signals(self) -> Signals | None:
+        """The epoch so far; NaN where nothing was counted. None: no request was answered, and some were lost.
+
+        A lost request is as late as any that is told apart, TAIL limits. What only an answer tells, whether its user
+        was kept and how long the history is, is of those that were answered.
+        """
+        rows, answered, none = self._rows(), len(self._latency_ms), float("nan")
+        if not answered:
+            return None if self._lost else Signals(none, none, none, none, none, none, requests=0)
+        limit_ms, requests = self._config.limit_ms, answered + self._lost
+        latency_ms = np.array(self._latency_ms + [TAIL * limit_ms] * self._lost)
         hits, all_ = rows["hits"], sum(rows.values())
         return Signals(
             hot_share=self._hot / requests,
-            user_hits=self._cached / requests,
-            row_hits=hits / all_ if all_ else 1.0,
-            mean_events=self._events / requests,
-            late=float((latency_ms > self._config.limit_ms).mean()),
+            user_hits=self._cached / answered,
+            row_hits=hits / all_ if all_ else none,
+            mean_events=self._events / answered,
+            late=float((latency_ms > limit_ms).mean()),
             p99_ms=float(np.quantile(latency_ms, 0.99)),
             requests=requests,
         )
@@ -113,7 +128,7 @@ class BorderControl:
 
     def _begin(self, now_ns: int) -> None:
         self._begun_ns, self._latency_ms = now_ns, list[float]()
-        self._events = self._cached = self._hot = 0
+        self._events = self._cached = self._hot = self._lost = 0
         self._rows_before = dict(self._counts())
 
     def _rows(self) -> dict[str, int]:

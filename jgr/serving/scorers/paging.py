@@ -117,6 +117,8 @@ def make_control(
 ) -> BorderControl | None:
     """What moves the border between rows and users; None: memory.controller is static. kept: whether users are.
 
+    A border has one, which the engines that share the border share: what it learnt goes on, and no two move one border.
+
     UserError where there is no border, where it leaves too little room at an end, or for a controller's file.
     """
     settings = config.memory
@@ -134,7 +136,10 @@ def make_control(
     def counts() -> Mapping[str, int]:
         return sum((Counter(rows.counts(name)) for name in rows.tables), Counter())
 
-    return BorderControl(make_controller(settings), border, settings, counts, clock)
+    if border.control is None:
+        border.control = BorderControl(make_controller(settings), border, settings, counts, clock)
+    assert isinstance(border.control, BorderControl)
+    return border.control
 
 
 def make_paging(

@@ -213,6 +213,14 @@ class ServedScorer:
         """None: what is kept of a user is bit for bit what is computed."""
         return []
 
+    def lost(self, request: Asked) -> None:
+        if self.control is not None and not isinstance(request, Prefill):
+            self.control.lost(request.user_id)
+
+    def starting(self) -> None:
+        if self.paging is not None:
+            self.paging.border.start()  # before the warm-up, which times programs with rows in pages
+
     def started(self, handover_s: float = 0.0) -> None:
         self._handover_s = handover_s
         if self.paging is not None:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from jgr.catalog.catalog import Catalog
 from jgr.serving.catalog_api import MAX_SEARCHED
 from jgr.serving.decoders.null import null_catalog
-from jgr.serving.engine.engine import ClientGone
+from jgr.serving.engine.ticket import ClientGone
 from jgr.serving.http import cold, items
 from jgr.serving.http.items import find_items
 from tests.serving.fakes import CATALOG, ITEMS, PATIENCE_S, LiveServer

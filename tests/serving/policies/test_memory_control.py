@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -168,6 +169,15 @@ def test_three_worse_epochs_in_a_row_end_the_trust_in_what_was_learnt() -> None:
     controller = Full(LIMITS, BasePolicy(up), 0.5)
     splits = [controller.decide(Signals(0.2, 0.3, 0.6, 8192.0, 0.1, p99, 300)) for p99 in (32, 36, 40, 44)]
     np.testing.assert_allclose(splits, [0.54, 0.58, 0.54, 0.5])
+
+
+def test_a_correction_comes_on_top_of_the_largest_action_and_the_docs_say_so() -> None:
+    up = base(w2=np.zeros((WIDTHS[1], 5), np.float32), b2=np.array([0, 0, 0, 0, 9], np.float32))
+    controller = Full(LIMITS, BasePolicy(up), 0.5)
+    controller._adapter.correct = lambda state, action: MOST  # type: ignore[method-assign]
+    assert controller.decide(GOOD) == pytest.approx(0.5 + STEP + MOST) == pytest.approx(0.56)
+    docs = " ".join((Path(__file__).parents[3] / "docs/embeddings.md").read_text().split())
+    assert "at most 4 % of the pages at once, `full` by at most 6 %" in docs
 
 
 def test_pid_moves_towards_the_dearer_misses() -> None:

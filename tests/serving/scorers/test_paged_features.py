@@ -166,6 +166,7 @@ def test_a_reload_shares_the_pages_and_another_schema_is_refused(tmp_path: Path,
     second: Any = first.rebuild.engine(CATALOG)
     assert second.served.paging.rows is first.served.paging.rows
     assert second.served.executors.programs is first.served.executors.programs
+    first.served.starting()
     first.served.executors.records.compile(8)
     asked_for = np.array([1, 2], np.int32)
     assert first.served.features.get_many(asked_for).missing == 0

@@ -110,6 +110,7 @@ def test_a_node_tells_the_shards_whose_rows_in_use_it_holds(tmp_path: Path) -> N
     """HLEM-14: by the rows that were asked for twice; the first look may be before them."""
     engine: Any = load_any(settings(folder_of(tmp_path / "m", SASREC), *PAGED))
     paging = engine.served.paging
+    paging.border.start()
     table = np.arange(8, dtype=np.int32)
     paging.rows.compile("items", 8)
     assert paging.missing_ns(100.0) == 0.0

@@ -16,7 +16,8 @@ from jgr.features.cache import FeatureCache
 from jgr.features.schema import Schema
 from jgr.features.stores import StoreError
 from jgr.serving.api import Answer, RankRequest, RecommendRequest
-from jgr.serving.engine.engine import ClientGone, Engine
+from jgr.serving.engine.engine import Engine
+from jgr.serving.engine.ticket import ClientGone
 from jgr.serving.errors import RequestError
 from jgr.serving.scorers.serve import ServedScorer
 from tests.serving.scorer_fakes import CATALOG, DAY, ITEMS, MONDAY, FakeExecutors, fake_engine
