@@ -8,7 +8,8 @@ depends on how many pages the rows own, nor on what moves meanwhile.
 
 Threads of executors call `rows`; the event loop moves pages (`grow`, `shrink`). The lock is held for bookkeeping alone,
 never while a shard is read or a program runs. A page is pinned from the look-up until the program that gathers from it
-is dispatched: whatever is dispatched later comes after it on the device.
+is dispatched: whatever is dispatched later comes after it on the device. Rows get cells once they have been read, so a
+shard that fails or is late costs the pool nothing.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ TRIES = 3
 REFILL_EVERY_S = 0.05
 STEP_S = 5.0
 """The most seconds that the end of the background waits for a step to end."""
-IDLE_STEPS = 20
-"""After so many steps that found nothing to copy, the refill waits for new pages."""
+REFILL_AGAIN_S = 5.0
+"""The refill waits twice as long after each step that fails, up to this."""
 NONE_HOT = Hottest(np.zeros(0, np.int64), np.zeros(0, np.int64))
 NOWHERE = np.iinfo(np.int32).max
 """A cell that no pool has: nothing is written there."""
@@ -81,10 +82,11 @@ class Table:
 
 class Refilled(NamedTuple):
     """One step of the refill. copied: rows. more: whether the next one may follow at once: the budget was not used
-    up."""
+    up. idle: there is nothing to copy, whatever the budget allows."""
 
     copied: int
     more: bool
+    idle: bool = False
 
 
 class Records(NamedTuple):
@@ -178,22 +180,45 @@ class EmbeddingCache:
     def _rows(self, table: str, unique: Int64, place: Int64 | None) -> jax.Array | None:
         with self._lock:
             epoch = self._present()
-            found = self.pages.find(table, unique)
-            missing = unique[found.cells < 0]
-            taken = self.pages.take(table, len(missing))
+            cells, pages = self.pages.find(table, unique)
+        pins, missing, values = [pages], np.flatnonzero(cells < 0), None
         try:
-            values = None
             if len(missing):
-                values = self._read(table, missing)
+                rows = unique[missing]
+                values = self._read(table, rows)  # before any page goes for them: it may fail
                 self._budget.missed(values.nbytes, self._clock())
-                self._fill(table, missing[: len(taken.cells)], taken.cells, values, epoch)
+                cells[missing], _ = self._keep(table, rows, values, epoch, pins)
             if place is None:
                 return None
-            return self._gather(table, found.cells, taken.cells, values, place, epoch)
+            return self._gather(table, cells, missing, values, place, epoch)
         finally:
-            with self._lock:
-                self.pages.unpin(found.pages)
-                self.pages.unpin(taken.pages)
+            self._unpin(pins)
+
+    def _keep(
+        self, table: str, rows: Int64, values: UInt32, epoch: int, pins: list[Int64], evict: bool = True
+    ) -> tuple[Int32, int]:
+        """Rows [n], each once, which were missing when their values were read, stand in the pool from now on, as far as
+        pages can be had (evict: see `RowPages.take`).
+
+        Gives their cells [n], -1 where there is none, and how many were written: others came meanwhile. The pages that
+        are pinned for it are added to `pins`.
+        """
+        with self._lock:
+            if self._present() != epoch:
+                raise PoolLost("the cache's pool was emptied while rows were read for it")
+            found = self.pages.find(table, rows, counted=False)
+            new = np.flatnonzero(found.cells < 0)
+            taken = self.pages.take(table, len(new), evict)
+            pins += [found.pages, taken.pages]
+        new = new[: len(taken.cells)]
+        found.cells[new] = taken.cells
+        self._fill(table, rows[new], taken.cells, values[new], epoch)
+        return found.cells, len(new)
+
+    def _unpin(self, pins: list[Int64]) -> None:
+        with self._lock:
+            for pages in pins:
+                self.pages.unpin(pages)
 
     def _read(self, table: str, rows: Int64) -> npt.NDArray[np.uint32]:
         begun_ns = self._clock()
@@ -232,23 +257,21 @@ class EmbeddingCache:
         self,
         table: str,
         cells: Int32,
-        new: Int32,
+        missing: Int64,
         values: npt.NDArray[np.uint32] | None,
         place: Int64,
         epoch: int,
     ) -> jax.Array:
-        """The rows of a batch. cells: of each different row, -1 for what is missing; new: of the first of these."""
-        cells = cells.copy()
-        missing = np.flatnonzero(cells < 0)
-        cells[missing[: len(new)]] = new
+        """The rows of a batch. cells: of each different row, -1 for what goes past the pool; values: of those of them
+        that were read, the `missing` ones; None: all stand there."""
         places = np.where(place >= 0, cells[place], -1).astype(np.int32)
         staged = None
-        beyond = missing[len(new) :]
+        beyond = np.flatnonzero(cells[missing] < 0)
         if values is not None and len(beyond):
             with self._lock:
                 self._counts[table]["past"] += len(beyond)
             every = np.zeros((len(cells), values.shape[1]), np.uint32)
-            every[beyond] = values[len(new) :]
+            every[missing[beyond]] = values[beyond]
             staged = np.where((place >= 0)[:, None], every[place], 0).astype(np.uint32)
         kind = "gather" if staged is None else "staged"
         found: jax.Array = self.pool.read(
@@ -286,9 +309,7 @@ class EmbeddingCache:
         except PoolLost:
             return  # nothing stands in the pool now, and who asks finds that out
         finally:
-            with self._lock:
-                self.pages.unpin(found.pages)
-                self.pages.unpin(taken.pages)
+            self._unpin([found.pages, taken.pages])
 
     def records(self, table: str, rows: Int32, given: UInt32, kept: Bool, sent: Bool) -> Records:
         """Records of rows [n], each once, as words [n, words] uint32. `compile` was called for n.
@@ -319,8 +340,7 @@ class EmbeddingCache:
             program = self._programs[table, "gather" if staged is None else "staged", len(rows)]
             return Records(self.pool.read(_bound(program, places, staged), epoch), gone)
         finally:
-            with self._lock:
-                self.pages.unpin(found.pages)
+            self._unpin([found.pages])
 
     # What moves pages, on the event loop.
 
@@ -353,16 +373,20 @@ class EmbeddingCache:
         """One step: copy some of the hottest rows that are missing into cells that hold nothing, as far as the budget
         allows."""
         with self._lock:
+            self._present()
             room = self.pages.empty * self.pool.page_bytes
         if not len(self._hottest.rows) and room:
             self._hottest = self.pages.hottest_missing(room)  # looks at all rows, so once for many steps
-        tables, rows = self._hottest
+        tables, rows = self._hottest if room else NONE_HOT
+        if not len(rows):
+            self._hottest = NONE_HOT
+            return Refilled(0, False, idle=True)
         step = max(self._budget.step, int(self._row_bytes.max()))
         sizes = np.cumsum(self._row_bytes[tables[: step // self._row_bytes.min()]])
-        asked = min(room, step, int(sizes[-1]) if len(sizes) else 0)
+        asked = min(room, step, int(sizes[-1]))
         allowed = self._budget.take(asked, self._clock())
         count = int(np.searchsorted(sizes, allowed, "right"))
-        self._hottest = Hottest(tables[count:], rows[count:]) if room else NONE_HOT
+        self._hottest = Hottest(tables[count:], rows[count:])
         copied = 0
         for number in np.unique(tables[:count]).tolist():
             copied += self._warm(self.pages.names[number], rows[:count][tables[:count] == number])
@@ -372,18 +396,16 @@ class EmbeddingCache:
         with self._lock:
             epoch = self._present()
             rows = self.pages.missing(table, rows)  # some came meanwhile
-            taken = self.pages.take(table, len(rows), evict=False)
+        values, pins = words_of(self.source.read(table, rows)), list[Int64]()
         try:
-            rows = rows[: len(taken.cells)]
-            self._fill(table, rows, taken.cells, words_of(self.source.read(table, rows)), epoch)
+            _, copied = self._keep(table, rows, values, epoch, pins, evict=False)
         except PoolLost:
             return 0
         finally:
-            with self._lock:
-                self.pages.unpin(taken.pages)
+            self._unpin(pins)
         with self._lock:
-            self._counts[table]["refilled"] += len(rows)
-        return len(rows)
+            self._counts[table]["refilled"] += copied
+        return copied
 
     # What is told of it.
 
@@ -404,6 +426,7 @@ class EmbeddingCache:
         if epoch != self._epoch:
             self.pages.clear()
             self._epoch = epoch
+            self._refill.wake()
         return epoch
 
 
@@ -432,14 +455,20 @@ class _Refill:
         while not self._ended.is_set():
             self._wanted.wait()
             self._wanted.clear()
-            idle = 0
-            while idle < IDLE_STEPS and self._cache.pages.empty and not self._ended.wait(REFILL_EVERY_S):
-                try:
-                    while (step := self._cache.refill()).more and not self._ended.is_set():
-                        idle = 0
-                    idle = 0 if step.copied else idle + 1
-                except Exception:
-                    break  # a shard that fails is told to whoever misses its rows
+            self._fill()
+
+    def _fill(self) -> None:
+        """Copy until there is nothing to copy any more, or the end comes."""
+        pause_s = REFILL_EVERY_S
+        while not self._ended.wait(pause_s):
+            try:
+                step = self._cache.refill()
+            except Exception:  # a shard that fails is told to whoever misses its rows, and may come back
+                pause_s = min(max(2 * pause_s, REFILL_EVERY_S), REFILL_AGAIN_S)
+                continue
+            if step.idle:
+                return
+            pause_s = 0.0 if step.more else REFILL_EVERY_S
 
 
 def _bound(program: Callable[..., Any], *others: Any) -> Callable[[jax.Array], Any]:

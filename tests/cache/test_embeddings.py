@@ -83,6 +83,17 @@ def right(cache: EmbeddingCache, table: str, rows: list[int]) -> None:
     np.testing.assert_array_equal(np.asarray(cache.rows(table, asked)), wanted)
 
 
+def fail() -> None:
+    raise ShardError("table wide: failed on purpose")
+
+
+def resident(cache: EmbeddingCache, table: str) -> list[int]:
+    """The rows of a table that a batch would find now."""
+    cache.here(table, np.zeros(0, np.int32))  # a lost pool is noticed
+    found: list[int] = np.flatnonzero(cache.pages._cell_of[cache.pages.number(table)] >= 0).tolist()
+    return found
+
+
 USERS = st.integers(0, 7)
 ROWS = st.lists(st.integers(0, 89), min_size=1, max_size=BATCH)
 RECORD_ROWS = st.builds(
@@ -281,17 +292,32 @@ class Pool(RuleBasedStateMachine):
         right(self.cache, "wide", rows)
         self.source.during = lambda: None
 
-    @rule(rows=ROWS)
-    def a_shard_fails(self, rows: list[int]) -> None:
-        def fail() -> None:
-            raise ShardError("table wide: failed on purpose")
-
+    @rule(table=st.sampled_from(list(TABLES)), rows=ROWS, times=st.integers(1, 9), refills=st.booleans())
+    def a_shard_fails(self, table: str, rows: list[int], times: int, refills: bool) -> None:
+        """However often batches, and the refill, fail: what stands on the device does, and is served."""
+        before = {name: resident(self.cache, name) for name in TABLES}
         self.source.during = fail
+        for first in range(times):
+            asked = [(row + 7 * first) % 90 for row in rows]
+            if set(asked) <= set(before[table]):
+                right(self.cache, table, asked)
+                continue
+            with pytest.raises(ShardError):
+                self.cache.rows(table, batch(asked))
+            if refills:
+                self._refill_that_fails()
+        for name, there in before.items():
+            assert resident(self.cache, name) == there
+            right(self.cache, name, there[:BATCH])
+        self.source.during = lambda: None
+
+    def _refill_that_fails(self) -> None:
+        empty = self.cache.pages.empty
         try:
-            right(self.cache, "wide", rows)  # all of them may be there
+            assert self.cache.refill().copied == 0  # nothing is to be copied
         except ShardError:
             pass
-        self.source.during = lambda: None
+        assert self.cache.pages.empty == empty
 
     @rule()
     def refill(self) -> None:
@@ -319,6 +345,8 @@ class Pool(RuleBasedStateMachine):
         ]
         assert set.union(*owners) == set(range(PAGES)) and sum(map(len, owners)) == PAGES
         assert not self.cache.pages._pins.any(), "a batch that ended has pins"
+        found = sum(self.cache.pages.resident(table) for table in ALL_TABLES)
+        assert self.cache.pages._filled.sum() == found, "a cell was given out and has no row"
         for entry in self.meta._all("user"):
             length = len(entry.growing) if entry.growing else entry.tokens
             assert len(entry.cells) == VIEW.room.of(length), "an entry is longer than its user"
@@ -371,37 +399,11 @@ def test_the_page_that_was_not_used_for_longest_goes_and_rows_in_use_with_it_are
 
 def test_pages_that_are_pinned_move_when_they_are_let_go() -> None:
     cache, border, _, pages, source, _ = make(embeddings=3)
+    right(cache, "wide", list(range(8)))
     source.during = lambda: border.set_limit(0)
-    right(cache, "wide", list(range(8)))  # pins two of the three while it reads
+    right(cache, "wide", list(range(9)))  # pins two of the three while it reads
     assert border.delayed == 2
     assert border.retry() == 2 and border.delayed == 0 and pages.free == PAGES
-
-
-def test_new_pages_are_filled_with_the_hottest_rows_that_are_missing_by_what_misses_leave() -> None:
-    NOW[0] = 0
-    cache, border, *_ = make(embeddings=0, budget=RefillBudget(256 * 100))  # 100 rows a second
-    for times, row in ((5, 40), (3, 41), (2, 42), (1, 43)):
-        for _ in range(times):
-            right(cache, "wide", [row])
-    border.set_limit(2)
-    assert cache.refill() == (0, False)  # misses took all of the link a moment ago
-    NOW[0] += 3_000_000_000
-    right(cache, "half", [0])
-    assert cache.refill().copied > 0
-    found = [row for row in range(150) if cache.pages._cell_of[0][row] >= 0]
-    assert set(found) <= {40, 41, 42} and 40 in found  # 43 came once
-
-
-def test_the_refill_has_what_misses_leave_of_the_link() -> None:
-    budget = RefillBudget(1000.0)
-    assert budget.take(10_000, 0) == 0
-    assert budget.take(10_000, 10**9) == 50  # the bucket's depth, not a second's worth
-    budget.missed(10_000, 10**9)
-    assert budget.take(10_000, 10**9 + 100_000_000) == 0  # a burst has it all
-    assert budget.take(10_000, 5 * 10**9) == 50
-    assert RefillBudget(0).take(7, 0) == 7
-    # A miss waits for one copy of the refill at most: a millisecond of the link, or a megabyte.
-    assert [RefillBudget(speed).step for speed in (0.0, 10e6, 16e9)] == [1 << 20, 10_000, 1 << 20]
 
 
 def test_a_border_without_room_for_a_batch_or_a_user_is_refused_with_the_figures() -> None:
@@ -414,15 +416,43 @@ def test_a_border_without_room_for_a_batch_or_a_user_is_refused_with_the_figures
         EmbeddingCache(POOL, {"x": Table(4, 512, np.dtype(np.float32))}, Source())
 
 
-def test_the_refill_goes_by_heat_over_all_tables_and_on_at_once_where_the_budget_is_left() -> None:
-    cache, border, *_ = make(embeddings=0)
-    for times, table, row in ((4, "half", 7), (3, "wide", 40), (2, "half", 8)):
-        for _ in range(times):
-            right(cache, table, [row])
-    assert [each.tolist() for each in cache.pages.hottest_missing(3000)] == [[1, 0, 1], [7, 40, 8]]
-    assert [each.tolist() for each in cache.pages.hottest_missing(300)] == [[1, 0], [7, 40]]
-    border.set_limit(4)
-    assert cache.refill() == (3, True)  # nothing is throttled
-    assert cache.refill() == (0, False)  # nobody asked for others twice
-    right(cache, "half", [7, 8])
-    assert cache.counts("half")["hits"] == 2
+def test_a_shard_that_fails_again_and_again_takes_nothing_from_the_device() -> None:
+    cache, _, _, _, source, _ = make(embeddings=3)
+    right(cache, "wide", list(range(12)))
+    source.during = fail
+    for first in range(20, 60):
+        with pytest.raises(ShardError):
+            cache.rows("wide", batch(list(range(first, first + BATCH))))
+    right(cache, "wide", list(range(12)))
+    assert source.asked.count(("wide", list(range(12)))) == 1 and cache.counts("wide")["evicted"] == 0
+    source.during = lambda: None
+    right(cache, "wide", [20, 21, 22, 23])
+    assert cache.pages.resident("wide") == 12 and cache.counts("wide")["past"] == 0
+
+
+def test_rows_that_another_batch_brought_while_one_read_them_are_taken_from_there() -> None:
+    cache, _, _, _, source, _ = make(embeddings=3)
+
+    def during() -> None:
+        source.during = lambda: None
+        assert resident(cache, "wide") == []  # nothing is found before it is there
+        right(cache, "wide", [1, 2])
+
+    source.during = during
+    right(cache, "wide", [1, 2, 3])
+    assert resident(cache, "wide") == [1, 2, 3] and cache.pages._filled.sum() == 3
+    counts = cache.counts("wide")
+    assert (counts["duplicates"], counts["past"]) == (0, 0) and not cache.pages._pins.any()
+
+
+def test_a_pool_that_is_lost_while_a_batch_reads_has_the_rows_all_the_same() -> None:
+    cache, _, _, _, source, pool = make(embeddings=3)
+    right(cache, "wide", [8, 9])
+
+    def during() -> None:
+        source.during = lambda: None
+        pool.lose(pool.epoch, RuntimeError("lost on purpose"))
+
+    source.during = during
+    right(cache, "wide", [1, 9])
+    assert resident(cache, "wide") == [1, 9] and cache.pages._filled.sum() == 2

@@ -13,7 +13,8 @@ memory. "cache": the executor of size USER_PART also keeps the user in cells of 
 there, or computes it from what was kept when the history was shorter. What depends on the moment of the request is
 never kept: where there is any, another program makes the state of what is kept (`scorers.keeping`).
 
-A run that raises leaves its executor with new buffers, as at the start.
+A run that raises leaves its executor with new buffers, as at the start. If it was given rows from the pool, it also
+loses the pool: nobody waits for what writes rows, so who reads them finds out that it failed.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ import numpy.typing as npt
 
 from jgr.cache.embeddings import EmbeddingCache
 from jgr.cache.entries import Stored
-from jgr.cache.pool import UserView
+from jgr.cache.pool import PoolLost, UserView
 from jgr.features import numa
 from jgr.features.memory import MISSING
 from jgr.features.paged import PagedRecords
@@ -142,6 +143,8 @@ class Executor:
     ) -> None:
         self.size, self._programs, self._states, self._embeddings = size, programs, states, embeddings
         self._records = records
+        self._epoch: int | None = None
+        """The pool's when the run's rows were read from it, if it has come so far."""
         self.reset()
 
     def reset(self) -> None:
@@ -157,21 +160,32 @@ class Executor:
 
     def launch(self, work: ReadWork | PartWork) -> Any:
         """Hand the work to the device, without waiting for it. Returns what `collect` takes."""
+        self._epoch = None
         try:
             return self._read(work) if isinstance(work, ReadWork) else self._score(work)
-        except Exception:
-            self.reset()
+        except Exception as error:
+            self._failed(error)
             raise
 
     def collect(self, work: ReadWork | PartWork, pending: Any) -> Any:
-        """Wait for the device: a Read, or scores [c, P]."""
+        """Wait for the device: a Read, or scores [c, P]. PoolLost where the pool was lost since the run began: it can
+        be run again."""
         try:
             if isinstance(work, ReadWork):
                 return jax.block_until_ready(pending)
             return np.asarray(pending)[0, : len(work.rows)].copy()  # the next run is given the array
-        except Exception:
-            self.reset()
+        except Exception as error:
+            self._failed(error)
             raise
+
+    def _failed(self, error: Exception) -> None:
+        self.reset()
+        epoch, self._epoch = self._epoch, None
+        if self._embeddings is None or epoch is None:
+            return
+        if self._embeddings.pool.epoch != epoch:  # its rows were of a write that another run saw fail
+            raise PoolLost("a run before this one failed, and the pool with it") from error
+        self._embeddings.pool.lose(epoch, error)
 
     def _read(self, work: ReadWork) -> Read:
         place, states, window = work.place, self._states, self._programs.window(work.block)
@@ -215,7 +229,9 @@ class Executor:
         if candidates is not None:
             rows.append(candidates)
             rows.append(np.full(self.size - len(candidates), -1, np.int32))
+        epoch, self._epoch = self._embeddings.pool.epoch, None  # the pool isn't to blame for the source
         found = self._embeddings.rows(item_tables.NAME, np.concatenate(rows))
+        self._epoch = epoch
         return item_tables.given(programs.params, found)
 
     def _score(self, work: PartWork) -> jax.Array:

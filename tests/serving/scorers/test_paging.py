@@ -12,18 +12,23 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import jax
 import msgspec
 import numpy as np
 import pytest
 
+from jgr.cache.pool import PoolLost
 from jgr.catalog.catalog import save_catalog
 from jgr.config import Config, UserError, override
 from jgr.embeddings.redis_shard import upload
+from jgr.embeddings.shards import ShardError
 from jgr.models import retrievers, scorers
 from jgr.models.sasrec import SasrecConfig
 from jgr.models.scorers import ScorerConfig
 from jgr.models.table_file import ITEMS as TABLE
 from jgr.models.table_file import TableFile
+from jgr.serving.scorers.executors import PartWork
+from jgr.serving.scorers.programs import Staging
 from jgr.serving.versions.loading import load_any
 from tests.features.redis_process import RedisProcess
 from tests.serving.scorer_fakes import CATALOG, HSTU, ITEMS, STU, ScorerServer, draw
@@ -217,3 +222,82 @@ def test_rows_that_a_dead_server_has_are_an_error_and_the_others_are_served(tmp_
         assert status == 500 and answer["error"]["type"] == "internal"
         assert served.metric('jgr_embedding_rows_total{event="failed",table="items"}') == 2
         assert len(served.rank(**here)["items"]) == 4
+
+
+class Unreadable:
+    """An array whose program failed after it was dispatched."""
+
+    def block_until_ready(self) -> None:
+        raise ArithmeticError("the device is gone")
+
+    def __array__(self, *_: Any) -> Any:
+        raise ArithmeticError("the device is gone")
+
+
+def carried(run: Any, self: Any, program: Any, *others: Any) -> Any:
+    """What a device does: a program that is given what could not be computed fails as well, and later."""
+    broken = any(isinstance(leaf, Unreadable) for leaf in jax.tree.leaves(others))
+    return Unreadable() if broken else run(self, program, *others)
+
+
+def spoil(rows: Any) -> None:
+    """The next write of rows fails after it was dispatched; whatever reads the pool then does so too."""
+    writes = iter([True])
+
+    def spoilt(kind: str, program: Any) -> Any:
+        def run(array: Any, *others: Any) -> Any:
+            fails = isinstance(array, Unreadable) or (kind == "write" and next(writes, False))
+            return Unreadable() if fails else program(array, *others)
+
+        return run
+
+    rows._programs = {key: spoilt(key[1], program) for key, program in rows._programs.items()}
+
+
+@pytest.mark.parametrize("found", ["at_the_end", "at_the_next_dispatch"])
+@pytest.mark.parametrize("share", ["part", "request", "cache"])
+def test_a_write_of_rows_that_fails_on_the_device_costs_one_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: str, found: str
+) -> None:
+    if found == "at_the_end":
+        run = Staging.run
+        monkeypatch.setattr(Staging, "run", lambda *given: carried(run, *given))
+    more = (f"executors.share_user={share}", "cache.device_mb=0.06")
+    bodies = [{"user_id": "u", "history": ITEMS[:3], "candidates": ITEMS[at : at + 4]} for at in (10, 20, 30)]
+    right, _ = answers(settings(folder_of(tmp_path / "m", SASREC), *PAGED, *more), bodies)
+    with ScorerServer(settings(tmp_path / "m", *PAGED, *more)) as server:
+        served: Any = server.engine.served
+        rows = served.paging.rows
+        assert server.rank(**bodies[0])["items"] == right[0]
+        epoch = rows.pool.epoch
+        spoil(rows)
+        status, answer = server.call("/v1/rank", bodies[1])
+        assert (status, answer["error"]["type"]) == (500, "internal")
+        assert [server.rank(**each)["items"] for each in bodies] == right
+        assert rows.pool.epoch == epoch + 1
+
+
+def test_a_shard_that_fails_loses_no_pool_and_a_run_behind_one_that_lost_it_is_run_again(
+    tmp_path: Path,
+) -> None:
+    engine: Any = load_any(settings(folder_of(tmp_path / "m", SASREC), *PAGED))
+    executors, pool = engine.served.executors, engine.served.paging.rows.pool
+    executors.warm_up(lambda *_: None)
+    executor, source = executors._executors[-1], engine.served.paging.source
+    user, epoch = executors._full(3), pool.epoch
+    work = PartWork(np.arange(50, 54, dtype=np.int32), user)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ShardError):
+        patch.setattr(source, "read", _fails)
+        executor.run(work)
+    assert pool.epoch == epoch
+    pending = executor.launch(work)
+    pool.lose(epoch, ArithmeticError("another run found that a write has failed"))
+    with pytest.raises(PoolLost):
+        executor.collect(work, Unreadable())
+    assert pool.epoch == epoch + 1
+    np.testing.assert_array_equal(executor.run(work), np.asarray(pending)[0, :4])
+    engine.served.close(True)
+
+
+def _fails(*_: Any) -> Any:
+    raise ShardError("table items: failed on purpose")
