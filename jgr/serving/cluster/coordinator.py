@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
 from typing import Any
 
 import msgspec
 from ray import serve
+from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
@@ -74,22 +76,32 @@ class Coordinator:
         return self._rollouts.record._replace(bodies={}) if self._rollouts.joins(name, states) else None
 
     async def _found(self) -> None:
-        """Wait until it is known what an earlier coordinator kept."""
-        if self._finding is None:
-            self._finding = asyncio.create_task(self._find())
+        """Wait until it is known what an earlier coordinator kept. Raises what `_find` does; the next one who asks has
+        it looked for again."""
+        if self._finding is None or _failed(self._finding):
+            # In no request's context: the calls of one whose caller leaves are cancelled, and others wait for this.
+            self._finding = asyncio.create_task(self._find(), context=contextvars.Context())
         await asyncio.shield(self._finding)
 
     async def _find(self) -> None:
+        """Raises the last error where replicas serve and none of them can be asked: to go on as if there were none
+        would part the fleet."""
         waited_s = 0.0
-        while waited_s < FIND_S and await asyncio.to_thread(_running):
+        while True:
             try:
-                await self._rollouts.resume(latest(await self._replicas.records(), self._source))
-            except (RayServeException, TimeoutError) as error:
-                _log.info("no replica can be asked yet: %s", error)
-            else:
+                if await asyncio.to_thread(_running):
+                    await self._rollouts.resume(latest(await self._replicas.records(), self._source))
                 return
+            except (RayError, RayServeException, TimeoutError) as error:
+                if waited_s >= FIND_S:
+                    raise
+                _log.info("no replica can be asked yet: %s", error)
             await asyncio.sleep(LOOK_S)
             waited_s += LOOK_S
+
+
+def _failed(task: asyncio.Task[None]) -> bool:
+    return task.done() and (task.cancelled() or task.exception() is not None)
 
 
 def _running() -> bool:

@@ -47,6 +47,9 @@ HEALTH_S = 0.5
 """So long all replicas have to say how they are: who asks may wait for a second alone, such as Kubernetes."""
 NOT_SPOKEN = 1003
 """The code of a websocket that is closed since its data are of no use."""
+CHANGE_S = 300.0
+"""So long the first replica has to answer to a change: it reads a catalog that is uploaded, and Ray may have to start
+another coordinator before."""
 GRACE_S = 0.25
 """So long after a request's deadline the front still waits for what its replica says of that."""
 
@@ -131,7 +134,7 @@ class Front:
 
     async def _answer(self, path: str, asked: Asked, arrival_s: float, tenant: str) -> Answered:
         if changes(asked.method, path):
-            return received(Answered, await self._rollouts.roll.remote(path, asked))
+            return await self._change(path, asked)
         if asked.method == "DELETE" and path.startswith(USERS):
             return erased(await self._replicas.ask_all(asked))
         if asked.method in ("GET", "HEAD") and path.startswith(HEALTH):
@@ -146,6 +149,18 @@ class Front:
             )
             return models(best(found), about, last)
         return await self._ask_one(path, asked, arrival_s, tenant)
+
+    async def _change(self, path: str, asked: Asked) -> Answered:
+        """What the first replica answers to a change. Raises RequestError where that does not come in time."""
+        response = self._rollouts.roll.remote(path, asked)
+        try:
+            async with asyncio.timeout(CHANGE_S):
+                return received(Answered, await response)
+        except TimeoutError:
+            response.cancel()  # else one that waits for a coordinator would begin when nobody waits for it any more
+            raise RequestError(
+                "unavailable", "the change was not answered in time; /v1/models tells whether it goes on"
+            ) from None
 
     async def _scrape(self, asked: Asked) -> Answered:
         told, fronts = await asyncio.gather(self._replicas.metrics(asked), soon(self._fronts, "series"))

@@ -104,6 +104,7 @@ class Replica:
         self.item_share: ItemShare | None = None
         self._record = Record(self._source.key)
         self._missed = ""  # how it differs from the others, for good
+        self._to_judge: dict[str, int] | None = None  # changes begun when it was told what the others serve
         self._starting: asyncio.Task[None] | None = None
         self._work, self._waiting = Work(), Work()
         self._shape: Shape = {}
@@ -228,14 +229,28 @@ class Replica:
         record = Record.received(record)
         if record.source == self._record.source and record.number > self._record.number:
             self._record = self._record.merged(record)
-            states = self._states()
-            changing = any(
-                change.state == "running"
-                for one in self.models.deployments
-                for change in one.changes.values()
-            )
-            if not changing and not record.agrees(states):
-                self._missed = f"serves {served(states)}, and the others {served(record.states)}"
+            self._to_judge = self._begun()
+            self._judge()
+
+    def _judge(self) -> None:
+        """Whether this replica has missed a change, once none is running here. A change that was begun after it was
+        told is not in the record yet: then it is told again."""
+        if self._to_judge is None or any(
+            change.state == "running" for one in self.models.deployments for change in one.changes.values()
+        ):
+            return
+        states = self._states()
+        if self._to_judge == self._begun() and not self._record.agrees(states):
+            self._missed = f"serves {served(states)}, and the others {served(self._record.states)}"
+        self._to_judge = None
+
+    def _begun(self) -> dict[str, int]:
+        """How many changes of each kind were begun."""
+        return {
+            f"{one.name} {kind}": change.number
+            for one in self.models.deployments
+            for kind, change in one.changes.items()
+        }
 
     async def recorded(self) -> Record:
         """What the fleet serves, as far as it was told."""
@@ -273,6 +288,7 @@ class Replica:
         """Raises where Ray is to replace this replica. Ray asks every fleet.health_s, so changed keys are read here."""
         if self.models.status == "failed":
             raise RuntimeError(f"a model of replica {self.name} failed")
+        self._judge()
         if self._missed:
             raise RuntimeError(f"replica {self.name} {self._missed}")
         if hasattr(self, "_app"):

@@ -4,19 +4,23 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Any
 
+from ray.exceptions import ActorUnavailableError
 from ray.serve.handle import DeploymentHandle
 
 from jgr.serving.cluster.hints import Hint
-from jgr.serving.cluster.protocol import received
+from jgr.serving.cluster.protocol import Incompatible, received
 from jgr.serving.cluster.record import Record
 from jgr.serving.cluster.relay import Answered, Asked
 
 ALL_S = 30.0
-"""So long all replicas have to answer what all are asked."""
+"""So long a replica has to answer what all are asked."""
 SOON_S = 3.0
 """So long a replica has to say what is shown of it. Prometheus waits for 10 s, for less where it asks more often."""
+
+_log = logging.getLogger(__name__)
 
 
 def begun(handle: DeploymentHandle) -> DeploymentHandle:
@@ -56,11 +60,24 @@ def _is_well(done: asyncio.Task[Any]) -> bool:
     return not done.cancelled() and done.exception() is None
 
 
+def _is_out_of_reach(done: asyncio.Task[Any]) -> bool:
+    return not done.cancelled() and isinstance(done.exception(), ActorUnavailableError)
+
+
+def _outcome(task: asyncio.Task[Any]) -> Any:
+    """The answer, or why there is none."""
+    if not task.done() or task.cancelled():
+        return TimeoutError(f"a replica was silent for {ALL_S:g} s")
+    return task.exception() or task.result()
+
+
 class Replicas:
-    """What is asked of a fleet's replicas. Ray's errors come as they are."""
+    """What is asked of a fleet's replicas. Ray's errors come as they are. What all are asked, nobody waits longer for
+    than ALL_S: one that is silent is left out, or has a TimeoutError for an answer."""
 
     def __init__(self, handle: DeploymentHandle) -> None:
         self._handle = handle
+        self._strangers: set[str] = set()  # what was logged of them
 
     async def answer(self, hint: Hint, asked: Asked) -> Answered:
         """The answer of the replica that the router chooses. Cancelled, it cancels the replica's work."""
@@ -86,12 +103,28 @@ class Replicas:
         return [received(Answered, each) for each in found]
 
     async def names(self) -> list[str]:
-        """The names of those that serve."""
+        """The names of those that serve and answer."""
         return [each["name"] for each in await self.about_all() if each["status"] == "ready"]
 
     async def about(self, name: str) -> dict[str, Any]:
-        """What the replica of that name says of itself. KeyError where it does not answer."""
-        return {str(each["name"]): each for each in await self.about_all()}[name]
+        """What the replica of that name says of itself; no other one is waited for. Raises KeyError where it is gone,
+        and TimeoutError where it may be one that is silent."""
+        tasks = await self._sent("about")
+        late, silent, clock = set(tasks), False, asyncio.get_running_loop().time
+        until_s = clock() + ALL_S
+        try:
+            while late and clock() < until_s:
+                done, late = await asyncio.wait(
+                    late, timeout=until_s - clock(), return_when=asyncio.FIRST_COMPLETED
+                )
+                for about in (task.result() for task in done if _is_well(task)):
+                    if about["name"] == name:
+                        return dict(about)
+                silent |= any(map(_is_out_of_reach, done))
+        finally:
+            for task in tasks:
+                task.cancel()
+        raise TimeoutError(f"replica {name} is silent") if late or silent else KeyError(name)
 
     async def about_all(self) -> list[dict[str, Any]]:
         """What those that answer say of themselves, by their names."""
@@ -122,14 +155,36 @@ class Replicas:
         await self._broadcast("remember", record)
 
     async def records(self) -> list[Record]:
-        """What those that answer know of what the fleet serves."""
-        return [
-            Record.received(each)
-            for each in await self._broadcast("recorded")
-            if not isinstance(each, Exception)
-        ]
+        """What those that answer know of what the fleet serves; one of another protocol knows nothing. Raises
+        TimeoutError where all are silent."""
+        found: list[Record] = []
+        told = await self._broadcast("recorded")
+        if all(isinstance(each, TimeoutError) for each in told):
+            raise TimeoutError("all replicas are silent")
+        for each in told:
+            if isinstance(each, Exception):
+                continue
+            try:
+                found.append(Record.received(each))
+            except Incompatible as error:
+                if str(error) not in self._strangers:  # it is asked again and again
+                    self._strangers.add(str(error))
+                    _log.warning("a replica's record is of no use: %s", error)
+        return found
 
     async def _broadcast(self, method: str, *arguments: Any) -> list[Any]:
-        answers = self._handle.broadcast(method, *arguments)
-        found: list[Any] = await answers.results_async(timeout_s=ALL_S, return_exceptions=True)
-        return found
+        """What each answers, or why it does not."""
+        tasks = await self._sent(method, *arguments)
+        try:
+            await asyncio.wait(tasks, timeout=ALL_S)
+            return [_outcome(task) for task in tasks]
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _sent(self, method: str, *arguments: Any) -> list[asyncio.Task[Any]]:
+        """The answer of each. One that is silent still does what it is asked for, once it can, also where its answer is
+        no longer waited for."""
+        # Ray gives all answers of a broadcast or none; what it gathers them from is not public.
+        sent = self._handle.broadcast(method, *arguments)._fetch_replica_results_async()
+        return [asyncio.create_task(one.get_async()) for one in await asyncio.wait_for(sent, ALL_S)]

@@ -273,6 +273,41 @@ def test_a_replica_that_has_missed_a_change_is_to_be_replaced(folder: Path) -> N
     run(folder, scenario)
 
 
+def test_a_replica_that_was_told_within_a_change_is_judged_at_its_end(folder: Path) -> None:
+    """Nobody tells it again: the change that it goes on with has failed elsewhere."""
+
+    async def scenario(fleet: Fleet) -> None:
+        replica = await fleet.start("a")
+        write(folder.parent / "two", seed=2)
+        switch(folder, "two")
+        await fleet.ask("a", Asked("POST", "/v1/models/tiny/reload", b"", KEY, b""))
+        await replica.remember(fleet.rollouts.record.later())
+        assert (await replica.about())["changes"]["tiny model"][1] == "running"
+        await replica.check_health()
+        (deployment,) = replica.models.deployments
+        await deployment.settled()
+        with pytest.raises(RuntimeError, match=r"replica a serves .*, and the others "):
+            await replica.check_health()
+
+    run(folder, scenario)
+
+
+def test_a_change_that_was_begun_after_a_replica_was_told_is_not_judged_by_that(folder: Path) -> None:
+    async def scenario(fleet: Fleet) -> None:
+        replica = await fleet.start("a")
+        (deployment,) = replica.models.deployments
+        for seed, name in ((2, "two"), (3, "three")):
+            write(folder.parent / name, seed=seed)
+            switch(folder, name)
+            await fleet.ask("a", Asked("POST", "/v1/models/tiny/reload", b"", KEY, b""))
+            if seed == 2:
+                await replica.remember(fleet.rollouts.record.later())
+            await deployment.settled()
+        await replica.check_health()
+
+    run(folder, scenario)
+
+
 def test_a_call_that_is_meant_for_another_replica_is_refused(folder: Path) -> None:
     async def scenario(fleet: Fleet) -> None:
         replica = await fleet.start("a")

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ import pytest
 from jgr.serving.cluster.protocol import spoken
 from jgr.serving.cluster.record import Record
 from jgr.serving.cluster.relay import Answered, Asked
-from jgr.serving.cluster.rollout import JOINING_S, POLL_S, Rollouts
+from jgr.serving.cluster.rollout import JOINING_S, POLL_S, SILENT_S, STILL_S, Rollouts
 from jgr.serving.errors import RequestError
 from jgr.serving.fleet_api import Rollout
 from jgr.serving.versions.served_state import State
@@ -21,7 +23,8 @@ RELOAD = Asked("POST", "/v1/models/m/reload", b"", [], b"")
 
 class Replicas:
     """Replicas of a model whose versions are numbers. bad: those whose new version's probe fails. dying: those that die
-    with a change. slow: looks that a change takes."""
+    with a change. slow: looks that a change takes. silent: so many looks at a replica that has begun a change go
+    unanswered. keeps: those that refuse to go back. loses: those whose answer to a change is lost."""
 
     def __init__(
         self,
@@ -30,7 +33,11 @@ class Replicas:
         refuses: tuple[str, ...] = (),
         dying: tuple[str, ...] = (),
         slow: int = 2,
+        silent: dict[str, int] | None = None,
+        keeps: tuple[str, ...] = (),
+        loses: tuple[str, ...] = (),
     ) -> None:
+        self.silent, self.keeps, self.loses = dict(silent or {}), keeps, loses
         self.begun: dict[str, int] = {}
         self.dying, self.told = dying, list[Record]()
         self.versions = dict.fromkeys(names, 1)
@@ -46,7 +53,7 @@ class Replicas:
     async def ask(self, name: str, asked: Asked) -> Answered:
         self.asked.append((name, asked.path.rpartition("/")[2]))
         await asyncio.sleep(0)
-        if name in self.refuses:
+        if name in self.refuses or (name in self.keeps and asked.path.endswith("rollback")):
             return Answered(409, [], b"not now")
         self.left[name] = self.slow
         self.begun[name] = self.begun.get(name, 0) + 1
@@ -57,6 +64,8 @@ class Replicas:
         if asked.path.endswith("rollback"):
             self.versions[name] -= 1
             self.states[name] = ("done", None)
+        elif name in self.loses:
+            raise ConnectionError(name)
         return Answered(202, [], b"{}")
 
     async def about(self, name: str) -> dict[str, Any]:
@@ -64,6 +73,9 @@ class Replicas:
             del self.versions[name]
         if name not in self.versions:
             raise KeyError(name)
+        if self.states[name][0] != "never" and self.silent.get(name, 0) > 0:
+            self.silent[name] -= 1
+            raise TimeoutError(name)
         self.left[name] = self.left.get(name, 0) - 1
         if self.left[name] <= 0 and self.states[name][0] == "running":
             if name in self.bad:
@@ -155,6 +167,120 @@ def test_one_change_at_a_time_and_none_without_replicas() -> None:
     asyncio.run(run())
 
 
+def failed(replicas: Replicas) -> Rollouts:
+    """After a change of replicas whose record is the third. Time goes on only while it is waited."""
+
+    async def run() -> Rollouts:
+        now_s = [0.0]
+
+        async def wait(seconds: float) -> None:
+            now_s[0] += seconds
+            await asyncio.sleep(0)
+
+        rollouts = Rollouts(replicas, wait, at(1, 3), clock=lambda: now_s[0])
+        with suppress(ConnectionError):
+            await rollouts.roll(RELOAD.path, RELOAD)
+        await rollouts.settled()
+        return rollouts
+
+    return asyncio.run(run())
+
+
+def test_a_replica_that_is_silent_for_a_while_is_asked_again() -> None:
+    replicas = Replicas("a", "b", silent={"a": 3, "b": 1})
+    _, last = rolled(replicas)
+    assert (last.state, last.done, last.error) == ("done", ("a", "b"), None)
+    assert replicas.versions == {"a": 2, "b": 2}
+
+
+def test_a_replica_that_is_silent_for_too_long_goes_back_when_it_has_changed() -> None:
+    """Else it would serve the new version alone, and for good."""
+    replicas = Replicas("a", "b", silent={"b": round(SILENT_S / POLL_S) + 9})
+    last = failed(replicas).last
+    assert (last.state, last.replica, last.error) == ("failed", "b", "b")
+    assert (last.done, last.back) == (("a", "b"), ("a", "b"))
+    assert replicas.versions == {"a": 1, "b": 1}
+
+
+def test_a_replica_whose_answer_to_a_change_is_lost_goes_back_when_it_has_changed() -> None:
+    for loses in ("a", "b"):
+        replicas = Replicas("a", "b", loses=(loses,))
+        last = failed(replicas).last
+        assert (last.state, last.replica, last.error) == ("failed", loses, loses)
+        assert last.done == last.back == tuple("ab"[: "ab".index(loses) + 1])
+        assert replicas.versions == {"a": 1, "b": 1}
+
+
+def test_a_replica_that_does_not_go_back_is_told_what_the_others_serve() -> None:
+    replicas = Replicas("a", "b", bad=("b",), keeps=("a",))
+    rollouts = failed(replicas)
+    assert (rollouts.last.done, rollouts.last.back) == (("a",), ())
+    assert replicas.versions == {"a": 2, "b": 1}
+    assert rollouts.record == at(1, 4) and replicas.told == [at(1, 4)], "it hears a later one only"
+
+
+def test_where_nobody_goes_back_and_all_serve_the_same_that_stands() -> None:
+    replicas = Replicas("a", keeps=("a",), loses=("a",))
+    rollouts = failed(replicas)
+    assert rollouts.last.state == "failed" and replicas.versions == {"a": 2}
+    assert rollouts.record == at(2, 4) and replicas.told == [at(2, 4)]
+
+
+def test_after_a_failure_one_that_stays_silent_is_told_too() -> None:
+    """Nobody knows what it serves by then."""
+    replicas = Replicas("a", "b", silent={"b": round((2 * SILENT_S + STILL_S) / POLL_S) + 99})
+    rollouts = failed(replicas)
+    assert (rollouts.last.done, rollouts.last.back) == (("a",), ("a",))
+    assert replicas.told == [at(1, 4)] and replicas.silent["b"] > 0
+
+
+def test_a_change_goes_on_where_who_asked_for_it_leaves_meanwhile() -> None:
+    async def run() -> None:
+        goes_on, begun = asyncio.Event(), asyncio.Event()
+
+        class Slow(Replicas):
+            async def ask(self, name: str, asked: Asked) -> Answered:
+                answered = await super().ask(name, asked)
+                begun.set()
+                await goes_on.wait()
+                return answered
+
+        replicas = Slow("a", "b")
+        rollouts = Rollouts(replicas, _at_once)
+        caller = asyncio.create_task(rollouts.roll(RELOAD.path, RELOAD))
+        await begun.wait()
+        caller.cancel()
+        await asyncio.gather(caller, return_exceptions=True)
+        assert caller.cancelled()
+        goes_on.set()
+        await rollouts.settled()
+        assert rollouts.last == Rollout(state="done", path=RELOAD.path, of=2, done=("a", "b"))
+        assert replicas.versions == {"a": 2, "b": 2}
+
+    asyncio.run(run())
+
+
+def test_a_change_is_of_no_requests_context() -> None:
+    """By which Ray finds what it cancels where a client leaves."""
+    request = contextvars.ContextVar("request", default="")
+
+    async def run() -> list[str]:
+        seen: list[str] = []
+
+        class Looking(Replicas):
+            async def ask(self, name: str, asked: Asked) -> Answered:
+                seen.append(request.get())
+                return await super().ask(name, asked)
+
+        rollouts = Rollouts(Looking("a", "b"), _at_once)
+        request.set("the client's")
+        await rollouts.roll(RELOAD.path, RELOAD)
+        await rollouts.settled()
+        return seen
+
+    assert asyncio.run(run()) == ["", ""]
+
+
 def resumed(replicas: Replicas, record: Record) -> Record:
     async def run() -> Record:
         rollouts = Rollouts(replicas, _at_once)
@@ -187,6 +313,16 @@ def test_a_change_that_goes_on_when_the_coordinator_died_is_waited_for() -> None
     replicas = Replicas("a", slow=9)
     asyncio.run(replicas.ask("a", RELOAD))
     assert resumed(replicas, at(1, 3)) == at(2, 4)
+
+
+def test_a_replica_of_another_jgr_counts_for_nothing_when_a_coordinator_comes_back() -> None:
+    class Strange(Replicas):
+        async def about(self, name: str) -> dict[str, Any]:
+            found = await super().about(name)
+            return {"spoken": (99, "9.9"), "states": {"m": range(9)}, "changes": {}} if name == "b" else found
+
+    replicas = Strange("a", "b")
+    assert resumed(replicas, at(2, 3)) == at(1, 4)
 
 
 def test_where_all_serve_what_is_recorded_nobody_is_told_anything() -> None:
