@@ -24,7 +24,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -86,6 +86,9 @@ class Transport(Protocol):
 
         TransportError where nothing usable came in time. It blocks.
         """
+
+    def keep(self, peers: Iterable[Peer]) -> None:
+        """Only these are there now: what is kept open to others is closed. It does not block."""
 
     def close(self) -> None: ...
 
@@ -282,6 +285,7 @@ class SocketTransport:
         self._shares, self._clock = shares and SHARED.is_dir(), clock
         self._machine = machine()
         self._idle: dict[Peer, list[_Reading]] = {}
+        self._there: frozenset[Peer] | None = None  # None: nobody has said yet who is
         self._lock = threading.Lock()
 
     def fetch(
@@ -303,12 +307,16 @@ class SocketTransport:
             raise TransportError(f"{peer.host}:{peer.port}: {error or type(error).__name__}") from error
         return found
 
-    def close(self) -> None:
+    def keep(self, peers: Iterable[Peer]) -> None:
+        """See Transport. One that is read from now is closed when it is given back."""
         with self._lock:
-            idle, self._idle = self._idle, {}
-        for readings in idle.values():
-            for reading in readings:
-                reading.close()
+            self._there = frozenset(peers)
+            gone = [reading for peer in self._idle.keys() - self._there for reading in self._idle.pop(peer)]
+        for reading in gone:
+            reading.close()
+
+    def close(self) -> None:
+        self.keep(())
 
     def _portions(self, wanted: Mapping[int, tuple[bytes, int]]) -> Iterator[list[int]]:
         rows: list[int] = []
@@ -345,10 +353,11 @@ class SocketTransport:
 
     def _give_back(self, peer: Peer, reading: _Reading) -> None:
         with self._lock:
-            idle = self._idle.setdefault(peer, [])
-            if len(idle) < IDLE_CONNECTIONS:
-                idle.append(reading)
-                return
+            if self._there is None or peer in self._there:
+                idle = self._idle.setdefault(peer, [])
+                if len(idle) < IDLE_CONNECTIONS:
+                    idle.append(reading)
+                    return
         reading.close()
 
     def _greet(self, connection: socket.socket, until_s: float) -> _Conversation:

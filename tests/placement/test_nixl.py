@@ -65,6 +65,15 @@ def test_where_all_of_the_memory_is_taken_bytes_come_on_the_socket(owner: Owner,
     mine.close()
 
 
+def test_a_peer_that_is_gone_holds_no_part_of_the_memory(owner: Owner, peer: Peer) -> None:
+    memory, mine = nixl_reader(), reader()
+    same(mine.fetch(peer, wanted(3), PATIENCE_S), owner, [3])
+    assert len(memory._free) == SLOTS - 1
+    mine.keep([])
+    assert len(memory._free) == SLOTS
+    mine.close()
+
+
 def test_what_is_no_readers_memory_is_refused(owner: Owner, peer: Peer) -> None:
     nonsense = base64.b64encode(b"nonsense").decode()
     for name in ("/dev/shm/jgr-items-1", "nixl", "nixl:10:!", "nixl:10:", f"nixl:10:{nonsense}"):

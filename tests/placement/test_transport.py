@@ -114,6 +114,26 @@ def test_blocks_arrive_whole_and_a_connection_is_used_again(owner: Owner, peer: 
     mine.close()
 
 
+def test_connections_to_who_is_gone_are_closed(owner: Owner, peer: Peer) -> None:
+    other = ItemServer(owner.read, SECRET, MODEL)
+    replaced = Peer("127.0.0.1", other.port, peer.machine)
+    mine = reader()
+    for each in (peer, replaced):
+        same(mine.fetch(each, wanted(3), PATIENCE_S), owner, [3])
+    (kept,), (gone,) = mine._idle[peer], mine._idle[replaced]
+    mine.keep([peer])
+    assert mine._idle == {peer: [kept]}
+    assert gone._conversation.connection.fileno() == -1 and kept._conversation.connection.fileno() >= 0
+    same(mine.fetch(replaced, wanted(3), PATIENCE_S), owner, [3])
+    assert mine._idle == {peer: [kept]}, "what was read from meanwhile is not kept either"
+    mine.keep([replaced, peer])
+    same(mine.fetch(replaced, wanted(3), PATIENCE_S), owner, [3])
+    assert mine._idle.keys() == {peer, replaced}
+    mine.close()
+    assert mine._idle == {}
+    other.close()
+
+
 def test_a_row_that_is_not_there_or_of_other_tokens_is_left_out(owner: Owner, peer: Peer) -> None:
     mine = reader()
     asked = wanted(1, 99, 2) | {4: (digest(5), 2)}

@@ -25,8 +25,12 @@ from jgr.serving.policies.hedging import Hedging
 
 _log = logging.getLogger(__name__)
 
-TRY_ELSEWHERE = (429, 503)
+TRY_ELSEWHERE = (429, 500, 503)
 """The status of an answer that counts only where nobody else is asked any more."""
+FAILED = 500
+"""The status of an answer for which one other replica is asked, since the device of this one may be broken."""
+UNWELL = (500, 504)
+"""The status of answers that do not take a replica off the suspects: one whose device fails or hangs gives them too."""
 
 
 class Attempt:
@@ -74,6 +78,7 @@ class Attempts:
 
     async def _first(self, request: _Request, until_ns: int | None) -> Answered:
         refused: Answered | None = None
+        failures = 0
         self._begin(request, self._hedging.left_out(self._clock()))
         while True:
             done = await self._wait(request, until_ns)
@@ -85,17 +90,25 @@ class Attempts:
                     _log.warning("a replica was lost with a request (attempt %d): %s", request.begun, error)
                     self._hedging.lost(attempt.node)
                     continue
-                now_ns = self._clock()
-                self._hedging.answered(attempt.node, now_ns - attempt.sent_ns, attempt.predicted_ns, now_ns)
-                if answered.status not in TRY_ELSEWHERE or not request.running:
+                self._heard(attempt, answered.status)
+                if answered.status not in TRY_ELSEWHERE:
                     return answered
-                refused = answered
+                refused, failures = answered, failures + (answered.status == FAILED)
             if not request.running:
-                if refused is not None:
+                again = refused is not None and refused.status == FAILED and failures == 1
+                if refused is not None and not (again and request.begun < self._most):
                     return refused
                 if request.begun >= self._most:
                     raise RequestError("unavailable", "the replicas that were asked were lost; try again")
                 self._begin(request, self._hedging.suspects)
+
+    def _heard(self, attempt: Attempt, status: int) -> None:
+        """A replica has answered."""
+        now_ns = self._clock()
+        if status not in UNWELL:
+            self._hedging.answered(attempt.node, now_ns - attempt.sent_ns, attempt.predicted_ns, now_ns)
+        elif attempt.node:
+            self._hedging.late(attempt.node, attempt.sent_ns, now_ns)
 
     async def _wait(self, request: _Request, until_ns: int | None) -> set[asyncio.Task[Answered]]:
         """Until an attempt ends; another one may begin meanwhile. Raises RequestError where the time is over."""

@@ -45,6 +45,8 @@ class Node:
 
     def see(self, view: View) -> None:
         self.peers, self._nodes = view.peers, view.nodes
+        # One that is replaced has another port, so that nobody would ask for what is open to it.
+        self.transport.keep(Peer(*peer) for peer in view.peers.values())
         self._homes = np.frombuffer(view.homes, np.int16)
         bits = np.unpackbits(np.frombuffer(view.published, np.uint8), bitorder="little")
         self._published = np.zeros(self._rows, bool)

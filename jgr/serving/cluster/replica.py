@@ -288,6 +288,8 @@ class Replica:
         """Raises where Ray is to replace this replica. Ray asks every fleet.health_s, so changed keys are read here."""
         if self.models.status == "failed":
             raise RuntimeError(f"a model of replica {self.name} failed")
+        if broken := self.models.broken:  # the process lives, and answers this for ever
+            raise RuntimeError(f"replica {self.name} is {broken}")
         self._judge()
         if self._missed:
             raise RuntimeError(f"replica {self.name} {self._missed}")

@@ -42,6 +42,7 @@ from jgr.serving.errors import RequestError
 from jgr.serving.known_items import user_entry
 from jgr.serving.policies.jobs import Job, Outcome, Rejected, Sort, Start
 from jgr.serving.policies.policy import Policy
+from jgr.serving.policies.soundness import broken
 from jgr.serving.prefill import Asked, Prefill, Prefilled
 
 _log = logging.getLogger(__name__)
@@ -89,9 +90,8 @@ class Engine(Generic[S]):
         self.status: Status = "starting"
         self._policy: Policy[Any] = served.policy()
         self._lanes, self._host = Lanes(served.executors, clock), Host(clock)
-        self._default_deadline_ms = default_deadline_ms
+        self._default_deadline_ms, self._job_ids = default_deadline_ms, itertools.count()
         self._tickets: dict[int, Ticket] = {}
-        self._job_ids = itertools.count()
         self._loop: asyncio.AbstractEventLoop
         self._journal = journal_at(journal) if journal else None  # a file that cannot be written is told now
         self._pump_due, self._pool, self._epoch = False, served.pool, 0
@@ -100,13 +100,15 @@ class Engine(Generic[S]):
 
     @property
     def queued(self) -> int:
-        """Requests waiting for the device."""
-        return self._policy.queued
+        return self._policy.queued  # requests waiting for the device
 
     @property
     def in_flight(self) -> int:
-        """Runs that are started and have not ended."""
-        return self._policy.in_flight
+        return self._policy.in_flight  # runs that are started and have not ended
+
+    @property
+    def broken(self) -> str:
+        return broken(self._lanes.failed, self._policy.flights, self.clock())  # why its device counts as so
 
     async def start(self, progress: Progress = lambda done, total, label: None) -> None:
         """Compile; `progress` is called in another thread. Raises what warm-up raises."""

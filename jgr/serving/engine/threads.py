@@ -21,7 +21,10 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
+from jgr.cache.pool import PoolLost
+from jgr.config import UserError
 from jgr.serving.engine.contract import Executors, Progress
+from jgr.serving.errors import RequestError
 from jgr.serving.policies.jobs import Start
 
 HANDOVERS = 20
@@ -42,6 +45,10 @@ class Run:
 
 class Abandoned(Exception):
     """Nobody wanted a run any more when its turn came, so it was not launched."""
+
+
+NOT_THE_DEVICE = (PoolLost, Abandoned, UserError, RequestError)
+"""Errors of runs that say nothing of the device: nothing has run, or what the request needs is not there."""
 
 
 class Calls:
@@ -96,7 +103,8 @@ class Turn:
 
 
 class Lanes:
-    """The threads of each lane of some executors. A lane is given no more runs at a time than `in_flight`."""
+    """The threads of each lane of some executors. A lane is given no more runs at a time than `in_flight`. failed: the
+    runs that have failed on the device since the last good one."""
 
     def __init__(self, executors: Executors, clock: Callable[[], int]) -> None:
         self._executors, self._clock = executors, clock
@@ -105,7 +113,8 @@ class Lanes:
         self._threads = [thread for threads in self._idle for thread in threads]
         self._last: list[Turn | None] = [None for _ in lanes]  # of each lane, the run that was queued last
         self._stopping = False
-        self._ended: deque[tuple[Start, Calls, Callable[[], None]]] = deque()
+        self.failed = 0
+        self._ended: deque[tuple[Start, Calls, Callable[[Run], None], Run]] = deque()
 
     async def start(self, progress: Progress) -> None:
         """Start the threads, and warm up in the first one, which calls `progress` too. Raises what that raises;
@@ -146,9 +155,13 @@ class Lanes:
         """On the event loop: call `done` for the runs that have ended. It is called where a turn of the loop may take
         long, so that the device does not wait for the turn's end."""
         while self._ended:
-            start, thread, done = self._ended.popleft()
+            start, thread, done, ended = self._ended.popleft()
             self._idle[start.lane].append(thread)
-            done()
+            if ended.error is None:
+                self.failed = 0
+            elif not isinstance(ended.error, NOT_THE_DEVICE):
+                self.failed += 1
+            done(ended)
 
     def stop(self) -> None:
         """End the threads once what was queued is done."""
@@ -196,7 +209,7 @@ class Lanes:
         except Exception as cause:
             outcomes, error = (), cause
         ended = Run(outcomes, error, start_ns, launched_ns, self._clock())
-        self._ended.append((start, thread, partial(done, ended)))
+        self._ended.append((start, thread, done, ended))
         mine.collected.release()
         thread.post(self.reap)
 

@@ -254,6 +254,7 @@ class Cold:
         return _json(kserve.server_metadata())
 
     async def _kserve_live(self, request: HttpRequest) -> Response:
+        self._require_sound()
         return _json(kserve.Live(live=True))
 
     async def _kserve_ready(self, request: HttpRequest) -> Response:
@@ -283,11 +284,17 @@ class Cold:
         return Response(answer.body, 200, headers, answer.media_type)
 
     async def _live(self, request: HttpRequest) -> Response:
+        self._require_sound()
         return _json(Health(status="live"))
 
     async def _ready(self, request: HttpRequest) -> Response:
         self._require_ready()
         return _json(Health(status="ready"))
+
+    def _require_sound(self) -> None:
+        """A device that is broken does not mend itself, so who watches is to start the process anew."""
+        if broken := self._models.broken:
+            raise RequestError("unavailable", f"the server is {broken}")
 
     def _require_ready(self) -> None:
         if waiting := self._models.waiting:

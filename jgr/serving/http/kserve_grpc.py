@@ -258,10 +258,10 @@ class GrpcServer:
             ) from None
 
     async def _live(self, given: Any, call: Call, left_ms: float | None) -> Any:
-        return message_class("ServerLiveResponse")(live=True)
+        return message_class("ServerLiveResponse")(live=not self._models.broken)
 
     async def _ready(self, given: Any, call: Call, left_ms: float | None) -> Any:
-        return message_class("ServerReadyResponse")(ready=self._models.status == "ready")
+        return message_class("ServerReadyResponse")(ready=not self._models.waiting)
 
     async def _server_metadata(self, given: Any, call: Call, left_ms: float | None) -> Any:
         found = kserve.server_metadata()

@@ -205,8 +205,9 @@ OPERATIONS = (
         "/v2/health/live",
         "kserve_live",
         "kserve",
-        "Tell KServe's clients whether the process answers",
+        "Tell KServe's clients whether the process answers and its device works",
         kserve.Live,
+        errors=("unavailable",),
         group="health",
     ),
     Operation(
@@ -360,8 +361,9 @@ OPERATIONS = (
         "/health/live",
         "get_live",
         "server",
-        "Tell whether the process answers",
+        "Tell whether the process answers and its device works",
         api.Health,
+        errors=("unavailable",),
         group="health",
     ),
     Operation(

@@ -60,12 +60,12 @@ class Hedging:
         return True
 
     def late(self, name: str, sent_ns: int, now_ns: int) -> None:
-        """The deadline of a request that was sent to a node then has passed."""
+        """The deadline of a request that was sent to a node then has passed, or the node has failed it."""
         if self._multiple and self._answered_ns.get(name, sent_ns) <= sent_ns:
             _put(self._until_ns, name, now_ns + LEFT_OUT_NS)
 
     def answered(self, name: str, took_ns: int, predicted_ns: float, now_ns: int) -> None:
-        """A node has answered."""
+        """A node has answered, and not that it failed or was late."""
         beyond_ns = max(0.0, took_ns - predicted_ns)
         before_ns = beyond_ns if self._beyond_ns is None else self._beyond_ns
         self._beyond_ns = before_ns + RATE * (beyond_ns - before_ns)

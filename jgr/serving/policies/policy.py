@@ -110,6 +110,11 @@ class Policy(ABC, Generic[L]):
         return len(self._flights)
 
     @property
+    def flights(self) -> list[tuple[int, int]]:
+        """Since when each of these is in flight, and what it should take."""
+        return [(flight.at_ns, self.costs.ns(flight.cost)) for flight in self._flights.values()]
+
+    @property
     def draining(self) -> bool:
         return self._draining
 

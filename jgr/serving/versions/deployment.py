@@ -133,6 +133,11 @@ class Deployment:
         return self.engine.status
 
     @property
+    def broken(self) -> str:
+        """Why the device of one of its versions counts as broken; "": none does."""
+        return next(filter(None, (engine.broken for engine in self._engines)), "")
+
+    @property
     def info(self) -> ModelInfo:
         """The version that takes requests, and how the last reload went."""
         return msgspec.structs.replace(

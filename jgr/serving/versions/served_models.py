@@ -52,11 +52,18 @@ class Models:
         return next((d.status for d in self.deployments if d.status != "ready"), "ready")
 
     @property
+    def broken(self) -> str:
+        """Why the server is to be started anew, as in "broken: model 'm': 5 runs in a row have failed"; "" where it is
+        not."""
+        found = next((d for d in self.deployments if d.broken), None)
+        return "" if found is None else f"broken: model {found.name!r}: {found.broken}"
+
+    @property
     def waiting(self) -> str:
         """Why the server is not ready, as in "starting: 3 of 12 shapes are compiled"; "" where it is."""
         late = next((d for d in self.deployments if d.status != "ready"), None)
         if late is None:
-            return ""
+            return self.broken
         named = f"model {late.name!r}: " if len(self.deployments) > 1 else ""
         return (
             f"{late.status}: {named}{late.warming}"

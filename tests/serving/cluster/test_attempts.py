@@ -22,6 +22,8 @@ from tests.serving.fakes import PATIENCE_S
 LONG_NS = 10**18
 OK = Answered(200, [], b"ok")
 FULL = Answered(429, [], b"full")
+BROKEN = Answered(500, [], b"broken")
+LATE = Answered(504, [], b"late")
 
 
 def runs(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
@@ -75,6 +77,14 @@ async def ok() -> Answered:
 
 async def full() -> Answered:
     return FULL
+
+
+async def broken() -> Answered:
+    return BROKEN
+
+
+async def late() -> Answered:
+    return LATE
 
 
 async def lost() -> Answered:
@@ -185,6 +195,72 @@ async def test_a_refusal_is_the_answer_where_nobody_else_is_asked() -> None:
     world = World(a=full, b=ok)
     assert await ask(world.attempts()) == FULL
     assert world.tried == [()]
+
+
+@runs
+async def test_what_fails_at_one_replica_is_asked_of_another_one() -> None:
+    world = World(a=broken, b=ok)
+    assert await ask(world.attempts()) == OK
+    assert world.tried == [(), ("a",)]
+
+
+@pytest.mark.parametrize(
+    ("second", "most", "answer", "sent"),
+    [
+        (broken, 4, BROKEN, 2),
+        (full, 4, FULL, 2),
+        (late, 4, LATE, 2),
+        (ok, 1, BROKEN, 1),
+        (lost, 2, BROKEN, 2),
+    ],
+)
+@runs
+async def test_it_is_asked_of_one_other_alone_and_within_the_attempts(
+    second: Any, most: int, answer: Answered, sent: int
+) -> None:
+    world = World(a=broken, b=second, c=ok, d=ok)
+    assert await ask(world.attempts(most=most)) == answer
+    assert len(world.hints) == sent
+
+
+@runs
+async def test_a_failure_does_not_take_the_place_of_an_answer_that_is_under_way() -> None:
+    world = World()
+    release = asyncio.Event()
+
+    async def first() -> Answered:
+        await release.wait()
+        return OK
+
+    async def other() -> Answered:
+        release.set()
+        return BROKEN
+
+    world.replicas = {"a": first, "b": other}
+    assert await ask(world.attempts(most=2, multiple=1)) == OK
+    assert world.tried == [(), ("a",)]
+
+
+@pytest.mark.parametrize("answer", [broken, late])
+@runs
+async def test_who_answers_that_it_failed_or_was_late_is_not_asked_next(answer: Any) -> None:
+    """Its device may be broken, or hang, and it seems to have nothing to do."""
+    world = World(a=answer, b=ok)
+    hedging = Hedging(1, first_ns=LONG_NS)
+    of = Attempts(world.send, (Lost,), 1, hedging)
+    assert (await ask(of)).status in (500, 504)
+    assert hedging.suspects == ("a",)
+    assert await ask(of) == OK
+    assert world.tried == [(), ("a",)]
+
+
+@runs
+async def test_an_answer_that_it_was_late_leaves_a_replica_among_the_suspects() -> None:
+    world = World(a=late, b=ok)
+    hedging = Hedging(1, first_ns=LONG_NS)
+    hedging.silent("a", 0, 1)
+    assert await ask(Attempts(world.send, (Lost,), 1, hedging)) == LATE
+    assert hedging.suspects == ("a",)
 
 
 @runs

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from jgr.serving.api import RankRequest
 from jgr.serving.cluster.hints import Hint
 from jgr.serving.cluster.record import NoOthers, Record, States
 from jgr.serving.cluster.relay import Asked
@@ -20,7 +21,10 @@ from jgr.serving.decoders.null import NullExecutor
 from jgr.serving.engine.contract import Progress
 from jgr.serving.engine.journal import Closed, Opened, read
 from jgr.serving.engine.threads import Lanes
+from jgr.serving.errors import RequestError
 from jgr.serving.policies.digests import digest
+from jgr.serving.policies.policy import Policy
+from jgr.serving.policies.soundness import LEAST_NS, MOST_FAILED
 
 PADDED_NS = 1000.0
 """Of a token of a full batch, padding included."""
@@ -168,6 +172,50 @@ def test_others_are_told_the_work_that_the_sender_expects_here(
         await replica.record_routing_stats()
         now_ns[0] = 2_000_000
         assert (await replica.record_routing_stats())["sent"] == {}
+
+    started(replica, then)
+
+
+def test_a_replica_whose_device_fails_is_not_healthy(
+    replica: Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def then() -> None:
+        engine = replica.models.deployments[0].engine
+        item = engine.catalog.item_ids[0]
+        asked = RankRequest(history=[item], candidates=[item])
+        await engine.answer(asked)
+        with monkeypatch.context() as patch:
+            patch.setattr(NullExecutor, "run", broken)
+            for _ in range(MOST_FAILED):
+                await replica.check_health()
+                with pytest.raises(RequestError) as raised:
+                    await engine.answer(asked)
+                assert raised.value.type == "internal"
+            model = engine.info.id
+            with pytest.raises(
+                RuntimeError,
+                match=f"^replica r is broken: model '{model}': {MOST_FAILED} runs in a row have failed$",
+            ):
+                await replica.check_health()
+        await engine.answer(asked)
+        await replica.check_health()
+
+    def broken(*given: object) -> None:
+        raise RuntimeError("the device fell off")
+
+    started(replica, then)
+
+
+def test_a_replica_with_a_run_that_does_not_come_back_is_not_healthy(
+    replica: Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def then() -> None:
+        engine = replica.models.deployments[0].engine
+        monkeypatch.setattr(Policy, "flights", [(engine.clock() - LEAST_NS + 10**10, 0)])
+        await replica.check_health()
+        monkeypatch.setattr(Policy, "flights", [(engine.clock() - LEAST_NS - 10**9, 0)])
+        with pytest.raises(RuntimeError, match="a run has not come back for 61 s"):
+            await replica.check_health()
 
     started(replica, then)
 

@@ -11,8 +11,11 @@ from typing import Any
 
 import pytest
 
+from jgr.cache.pool import PoolLost
+from jgr.embeddings.shards import ShardError
 from jgr.serving.engine.contract import Progress
 from jgr.serving.engine.threads import Lanes, Run
+from jgr.serving.errors import RequestError
 from jgr.serving.policies.jobs import Candidates, Start
 from tests.serving.fakes import PATIENCE_S
 
@@ -144,3 +147,44 @@ def test_many_runs_keep_their_order_and_one_that_cannot_be_launched_keeps_nobody
     assert runs.ended == [*range(300)] and str(runs.errors) == "{5: RuntimeError('no launch')}"
     assert [run for what, run in executors.calls if what == "launch"] == [*range(300)]
     assert [run for what, run in executors.calls if what == "collect"] == [*range(5), *range(6, 300)]
+
+
+def test_runs_that_fail_on_the_device_are_counted_until_one_ends_well() -> None:
+    class Failing(Watched):
+        def launch(self, start: Start, work: Any) -> int:
+            if start.run in errors:
+                raise errors[start.run]
+            return super().launch(start, work)
+
+        def collect(self, start: Start, pending: int) -> list[int]:
+            return [] if pending == 3 else super().collect(start, pending)
+
+    errors: dict[int, Exception] = {
+        0: RuntimeError("broken"),
+        1: ShardError("its rows are not there"),
+        2: PoolLost("another run failed"),
+        4: RequestError("invalid_request", "it is of no use"),
+        6: RuntimeError("broken"),
+    }
+
+    async def counted() -> list[int]:
+        runs, found = Runs(Failing(1)), list[int]()
+        await runs.lanes.start(lambda done, total, label: None)
+        for run in range(7):
+            await runs.begin(run)
+            found.append(runs.lanes.failed)
+        runs.lanes.run(Start(7, 0, 1, (Candidates(7, 0, 1),)), None, (end := Ended()), lambda: False)
+        await end.came.wait()
+        runs.end()
+        return [*found, runs.lanes.failed]
+
+    class Ended:
+        """Nobody wants a run."""
+
+        def __init__(self) -> None:
+            self.came = asyncio.Event()
+
+        def __call__(self, run: Run) -> None:
+            self.came.set()
+
+    assert asyncio.run(counted()) == [1, 1, 1, 2, 2, 0, 1, 1]

@@ -28,6 +28,7 @@ from jgr.serving.http.ports import bind, hold, hold_ports, listen
 from jgr.serving.http.server import App, Departure
 from jgr.serving.policies.batching import make_profiles
 from jgr.serving.policies.jobs import Profile
+from jgr.serving.policies.soundness import MOST_FAILED
 from jgr.serving.versions.deployment import Deployment
 from jgr.serving.versions.served_models import Models
 from tests.serving.fakes import PATIENCE_S, FakeExecutor, LiveServer, make_config, make_engine
@@ -263,6 +264,44 @@ def test_an_executor_that_breaks_fails_its_batch_and_no_other(caplog: pytest.Log
     (record,) = caplog.records
     assert "doomed-2" in record.getMessage()
     assert record.exc_info and "out of luck" in str(record.exc_info[1])
+
+
+HEALTH = ("/health/live", "/health/ready", "/v2/health/live", "/v2/health/ready")
+
+
+def told_by(server: LiveServer) -> tuple[list[int], set[str]]:
+    """What health answers, and what is wrong."""
+    told = [server.call(path) for path in HEALTH]
+    return [each.status for each in told], {each.error["message"] for each in told[:2] if each.status != 200}
+
+
+def test_a_server_whose_runs_all_fail_says_so_until_one_ends_well() -> None:
+    with LiveServer("model.name=m") as server:
+        for failed in range(MOST_FAILED):
+            assert told_by(server) == ([200] * 4, set()), failed
+            server.executor.errors.append(RuntimeError("the device fell off"))
+            assert server.call("/v1/recommend", BODY).status == 500
+        why = "the server is broken: model 'm': 5 runs in a row have failed"
+        assert told_by(server) == ([503] * 4, {why})
+        assert server.call("/v1/recommend", BODY).status == 200
+        assert told_by(server) == ([200] * 4, set())
+
+
+def test_a_server_with_a_run_that_does_not_come_back_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    with LiveServer("model.name=m") as server:
+        server.executor.hold()
+        running = server.send("/v1/recommend", BODY)
+        server.executor.wait_entered()
+        assert told_by(server) == ([200] * 4, set())
+        ((began_ns, predicted_ns),) = server.engine._policy.flights
+        assert predicted_ns == 0, "nothing was measured"
+        with monkeypatch.context() as patch:
+            patch.setattr(server.engine, "clock", lambda: began_ns + 90 * 10**9)
+            why = "the server is broken: model 'm': a run has not come back for 90 s"
+            assert told_by(server) == ([503] * 4, {why})
+        server.executor.release()
+        assert running.reply().status == 200
+        assert told_by(server) == ([200] * 4, set())
 
 
 def test_nothing_is_served_before_the_warm_up_has_ended() -> None:
