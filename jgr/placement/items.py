@@ -30,6 +30,8 @@ Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 Float64 = npt.NDArray[np.float64]
 
+BURST_LEAST, BURST_TIMES = 16, 4.0
+"""An item is in a burst that was asked for so often of late, and so many times as often as usually."""
 NOWHERE, SHARDED, REPLICATED = np.uint8(0), np.uint8(1), np.uint8(2)
 Bound = Literal["paper", "physical"]
 
@@ -270,6 +272,24 @@ def hrcs(
         # The tolerance lets .5 + .2 + .1 reach .8.
         wanted = int(np.searchsorted(cdf / cdf[-1], 1 - budget.max_remote - 1e-12))
     return _place(items, workers, order, wanted, budget=budget)
+
+
+def bursting(placement: ItemPlacement, rows: Int32, times: Int64, asked: int) -> Int32:
+    """Which of these rows are in a burst, the hottest first (BAT-12): they are not replicated, and by now as hot as
+    those that are. None where nothing is replicated, since the links do not need it then.
+
+    rows: [m], each once, that were asked for of late. times: [m], how often. asked: how often all items were.
+    """
+    replicated, usual = placement.replicated, placement.items.share
+    count = int(replicated.sum())
+    if not count or not len(rows):
+        return np.zeros(0, np.int32)
+    coldest = usual[placement.items.by_share[count - 1]]  # were the replicated ones the hottest
+    share = times / max(asked, 1)
+    hot = ~replicated[rows] & (times >= BURST_LEAST)
+    hot &= (share >= BURST_TIMES * usual[rows]) & (share >= coldest)
+    found = rows[hot][np.argsort(-times[hot], kind="stable")]
+    return found.astype(np.int32)
 
 
 def burst(placement: ItemPlacement, rows: Iterable[int]) -> ItemPlacement:

@@ -19,6 +19,7 @@ from jgr.placement.items import (
     LinkBudget,
     Workers,
     burst,
+    bursting,
     expected_bytes,
     hash_items,
     hrcs,
@@ -146,6 +147,31 @@ def test_whole_cells_are_what_fills_memory() -> None:
     assert items.room_bytes.tolist() == [32, 16, 16] and items.transfer_bytes.tolist() == [20, 16, 4]
     assert replicate(items, Workers(2, 63)).dropped.tolist() == [2]
     assert replicate(items, Workers(2, 64)).dropped.tolist() == []
+
+
+def test_what_is_in_a_burst() -> None:
+    placement = _hrcs(_items([0.5, 0.2, 0.1, 0.1, 0.1]), Workers(2, 160), 0.25)
+    assert placement.replicated.tolist() == [True, True, True, False, False]
+
+    def found(times: dict[int, int], asked: int) -> list[int]:
+        rows, counts = np.array([*times], np.int32), np.array([*times.values()], np.int64)
+        return bursting(placement, rows, counts, asked).tolist()
+
+    assert found({3: 41, 4: 59}, 100) == [4, 3], "the hottest first"
+    assert found({3: 39, 4: 61}, 100) == [4], "the other has less than four times its share"
+    assert found({3: 15, 4: 16}, 31) == [4], "the other was asked for too seldom"
+    assert found({0: 90, 3: 10}, 100) == [], "it is everywhere already"
+    assert found({}, 0) == []
+
+
+def test_a_burst_is_hotter_than_what_is_everywhere_and_nobody_needs_it_where_nothing_is() -> None:
+    placement = _hrcs(_items([0.6, 0.38, 0.01, 0.01]), Workers(2, 128), 0.25)
+    assert placement.replicated.tolist() == [True, True, False, False]
+    row = np.array([3], np.int32)
+    assert bursting(placement, row, np.array([39]), 100).tolist() == [3]
+    assert bursting(placement, row, np.array([37]), 100).tolist() == []
+    shards = hash_items(_items([0.6, 0.38, 0.01, 0.01]), Workers(2, 128))
+    assert bursting(shards, row, np.array([100]), 100).tolist() == []
 
 
 def test_a_burst_replaces_the_coldest_replica() -> None:

@@ -55,6 +55,9 @@ FOLDER = "folder"
 """The name of the files that were built ahead, among the nodes that items come from."""
 TRIES, BUSY_S = 40, 0.05
 """How often, and after how long, room is asked for again that others have still to give back."""
+MOST_TOLD = 1024
+"""The most items that a replica tells of at each look of the coordinator: those that were asked for most since the last
+one."""
 MOST_COUNTED = 200_000
 """The most items whose frequencies a replica reports."""
 
@@ -109,7 +112,17 @@ class ItemShare:
         if engine is None:
             return {"key": "", "worker": self._worker, "number": None}
         number = None if self._node is None else self._node.number
-        return {"key": self._key(engine), "worker": self._worker, "number": number}
+        return {"key": self._key(engine), "worker": self._worker, "number": number, **self._lately()}
+
+    def _lately(self) -> dict[str, Any]:
+        """What was asked for since the last time, for who replicates what becomes hot."""
+        seen = self._caching().frequencies
+        if self.fleet.items != "hrcs" or seen is None:
+            return {}
+        rows, times = np.unique(seen.lists()[0], return_counts=True)
+        most = np.argsort(-times, kind="stable")[:MOST_TOLD]
+        told = {"rows": rows[most].tobytes(), "times": times[most].astype(np.int32).tobytes()}
+        return {**told, "asked": int(times.sum())}
 
     def facts(self) -> dict[str, Any]:
         """Sizes: tokens of each item, [n] int32, bytes of a token, tokens of a cell, bytes that are for items."""

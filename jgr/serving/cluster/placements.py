@@ -25,7 +25,18 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from jgr.config import FleetConfig
-from jgr.placement.items import Int32, ItemPlacement, Items, Workers, hash_items, home, hrcs, replicate
+from jgr.placement.items import (
+    Int32,
+    ItemPlacement,
+    Items,
+    Workers,
+    burst,
+    bursting,
+    hash_items,
+    home,
+    hrcs,
+    replicate,
+)
 from jgr.placement.lifecycle import Lifecycle, Step
 from jgr.placement.similarity import Drift, best_share, homes, similarity
 from jgr.placement.transport import Peer
@@ -36,6 +47,8 @@ LOOK_S = 1.0
 PREFILL_S, CANDIDATES = 0.03, 100
 """What is believed of a request before any came: its prefill time, and how many items it has."""
 LINK_BYTES_PER_S = 1.25e9
+BURST_S = 10.0
+"""So long a request counts for what has become hot."""
 REQUESTS = 50_000
 """So many requests' items are known at most, for fleet.items=similarity."""
 
@@ -59,7 +72,8 @@ class _Member(NamedTuple):
 
 @dataclass
 class _World:
-    """The items of one version of model and catalog, and who holds them. tokens: [n] of each item."""
+    """The items of one version of model and catalog, and who holds them. tokens: [n] of each item. lately: when, and
+    what, a replica told of items that were asked for since the placement."""
 
     key: str
     items: Items
@@ -70,6 +84,7 @@ class _World:
     placed_s: float = 0.0
     told: Any = None
     drift: Drift = field(default_factory=Drift)
+    lately: deque[tuple[float, Mapping[str, Any]]] = field(default_factory=deque)
     requests: deque[Int32] = field(default_factory=lambda: deque(maxlen=REQUESTS))
 
 
@@ -114,6 +129,11 @@ class Placements:
         if due:
             world.placement = await self._place(world)
             world.placed_s = self._clock()
+            world.lately.clear()  # it is counted by now
+        elif world.placement is not None and len(hot := self._bursting(world, world.placement)):
+            _log.info("items: %d have become hot, and are replicated", len(hot))
+            world.placement, due = burst(world.placement, hot.tolist()), True
+            world.lately.clear()
         absent = [number for number in range(world.workers.count) if number not in world.members]
         if not due and not self._unfinished(world):
             return not absent
@@ -149,8 +169,24 @@ class Placements:
                 peer = Peer(*await self._fleet.items(name, "join", free[0], self._secret))
                 world.members[free[0]] = _Member(name, abouts[name]["worker"], peer)
                 _log.info("items: node %d is %s", free[0], name)
+        now_s = self._clock()
+        world.lately.extend((now_s, about) for about in abouts.values() if about["key"] == key)
         await self._tell(world)
         return world
+
+    def _bursting(self, world: _World, placement: ItemPlacement) -> Int32:
+        """The rows that have become hot since the placement, with fleet.items=hrcs (BAT-12)."""
+        while world.lately and world.lately[0][0] < self._clock() - BURST_S:
+            world.lately.popleft()
+        told = [about for _, about in world.lately if about.get("asked")]
+        if self._config.items != "hrcs" or not told:
+            return np.zeros(0, np.int32)
+        rows, at = np.unique(
+            np.concatenate([np.frombuffer(each["rows"], np.int32) for each in told]), return_inverse=True
+        )
+        times = np.zeros(len(rows), np.int64)
+        np.add.at(times, at, np.concatenate([np.frombuffer(each["times"], np.int32) for each in told]))
+        return bursting(placement, rows, times, sum(each["asked"] for each in told))
 
     async def _begin(self, key: str, name: str) -> _World:
         facts = await self._fleet.items(name, "facts")

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from jgr.placement.shared_items import Block, block_of
 from jgr.placement.transport import Peer
 from jgr.placement.worker import item_name
 from jgr.serving.cluster.hints import Hint
+from jgr.serving.cluster.placements import BURST_S
 from jgr.serving.cluster.record import NoOthers, Record
 from tests.serving.cluster.local import LocalFleet, LocalReplica
 from tests.serving.decoders.test_cached_server import N_ITEMS, make_config
@@ -139,6 +140,7 @@ class Broken:
         self.asked += 1
         return self.give(wanted)
 
+    def keep(self, peers: Iterable[Peer]) -> None: ...
     def close(self) -> None: ...
 
 
@@ -224,6 +226,37 @@ def test_the_hottest_items_are_everywhere_after_a_refresh_and_readers_see_one_co
 
     # Two thirds of all accesses may go over the links, which are slow.
     settings = ["fleet.items=hrcs", "fleet.link_gbit=0.001", "fleet.items_mb=0.03", "fleet.items_window_s=1"]
+    served(folder, settings, run)
+
+
+def test_items_that_become_hot_are_everywhere_before_the_next_refresh(folder: Path) -> None:
+    async def run(fleet: LocalFleet) -> None:
+        now_s = [0.0]
+        fleet.placements._clock = lambda: now_s[0]
+        for _ in range(8):
+            await fleet.rank("a", HISTORY, [IDS[row] for row in range(6)])
+        assert await fleet.placements.look()
+        before = placement_of(fleet)
+        assert before.replicated[:6].all() and not before.replicated[12:18].any()
+        for name in ("a", "b", "a"):  # 24 times, most of them too long ago
+            for _ in range(8 if name == "a" else 4):
+                await fleet.rank(name, HISTORY, [IDS[row] for row in range(12, 15)])
+            assert await fleet.placements.look()
+            assert placement_of(fleet) is before
+            now_s[0] += BURST_S + 1
+        for name in "ab":
+            for _ in range(8):
+                await fleet.rank(name, HISTORY, [IDS[row] for row in range(12, 15)])
+        assert await fleet.placements.look()
+        after = placement_of(fleet)
+        assert after.replicated[12:15].all() and not after.replicated[15:18].any()
+        for number, name in enumerate("ab"):
+            held = [row for row in range(N_ITEMS) if share(fleet, name)._items()._worker.holds(row)]
+            assert held == after.held_by(number).tolist() and {12, 13, 14} <= {*held}
+        assert await fleet.placements.look()
+        assert placement_of(fleet) is after
+
+    settings = ["fleet.items=hrcs", "fleet.link_gbit=0.001", "fleet.items_mb=0.03"]
     served(folder, settings, run)
 
 
