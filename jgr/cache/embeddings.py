@@ -386,6 +386,8 @@ class EmbeddingCache:
         asked = min(room, step, int(sizes[-1]))
         allowed = self._budget.take(asked, self._clock())
         count = int(np.searchsorted(sizes, allowed, "right"))
+        # Less than a row is saved up: else a link that leaves so little for each step would never have one.
+        self._budget.give_back(allowed - int(sizes[count - 1] if count else 0))
         self._hottest = Hottest(tables[count:], rows[count:])
         copied = 0
         for number in np.unique(tables[:count]).tolist():

@@ -47,6 +47,10 @@ class RefillBudget:
         self._tokens -= given
         return given
 
+    def give_back(self, count: int) -> None:
+        """So many of the bytes that were taken are not copied."""
+        self._tokens += count
+
     def _advance(self, now_ns: int) -> None:
         passed_s = max(0, now_ns - self._last_ns) / 1e9
         self._last_ns = max(now_ns, self._last_ns)

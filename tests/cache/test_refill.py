@@ -43,6 +43,22 @@ def test_the_refill_has_what_misses_leave_of_the_link() -> None:
     assert [RefillBudget(speed).step for speed in (0.0, 10e6, 16e9)] == [1 << 20, 10_000, 1 << 20]
 
 
+def test_what_is_too_little_for_a_row_is_saved_up() -> None:
+    cache, border, *_ = make(embeddings=0)
+    for row in range(0, 12, 3):
+        right(cache, "wide", [row, row + 1, row + 2] * 2)
+        right(cache, "wide", [row, row + 1, row + 2])
+    border.set_limit(6)
+    cache._budget = RefillBudget(100.0 * cache.tables["wide"].row_bytes)
+    while cache.refill().copied:
+        pass  # what the bucket has at first
+    copied = []
+    for _ in range(20):
+        NOW[0] += 3_125_000  # a quarter of a row, of what the refill has of the link
+        copied.append(cache.refill().copied)
+    assert copied == [0, 0, 0, 1] * 5
+
+
 def test_the_refill_goes_by_heat_over_all_tables_and_on_at_once_where_the_budget_is_left() -> None:
     cache, border, *_ = make(embeddings=0)
     for times, table, row in ((4, "half", 7), (3, "wide", 40), (2, "half", 8)):
