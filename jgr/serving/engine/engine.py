@@ -7,8 +7,7 @@ alone changes the plan. All state belongs to the loop. What differs between deco
 
 One request: `enter` waits for its turn; `submit` translates it to a task and hands a job to the policy; `_pump` gives
 planned runs to their lanes; `_finished` commits a run, starts the next ones, and only then makes answers, so that the
-device does not wait for the host. Nothing in an engine is ever replaced: a reload (`jgr.serving.versions.deployment`)
-makes another engine, and a request ends with the model that it began with.
+device does not wait for the host. A reload makes another engine, and a request ends with the model that it began with.
 
 Invariants (`check`): a ticket exists exactly for each live job, and its future is pending; nothing accepted is lost:
 every future ends with an Answer, a RequestError or ClientGone.
@@ -85,8 +84,7 @@ class Engine(Generic[S]):
         self.catalog: Catalog = served.catalog
         self.meta = served.meta  # of its cache; None where nothing is cached
         self.memory: Mapping[str, int] = served.memory  # bytes of its parts, on device and host
-        self.before: Callable[[Any], Awaitable[None]] | None = None
-        """What a request waits for before its turn; None: nothing."""
+        self.before: Callable[[Any], Awaitable[None]] | None = None  # a request waits for it first
         self.status: Status = "starting"
         self._policy: Policy[Any] = served.policy()
         self._lanes, self._host = Lanes(served.executors, clock), Host(clock)
@@ -100,15 +98,18 @@ class Engine(Generic[S]):
 
     @property
     def queued(self) -> int:
-        return self._policy.queued  # requests waiting for the device
+        """Requests waiting for the device."""
+        return self._policy.queued
 
     @property
     def in_flight(self) -> int:
-        return self._policy.in_flight  # runs that are started and have not ended
+        """Runs that are started and have not ended."""
+        return self._policy.in_flight
 
     @property
     def broken(self) -> str:
-        return broken(self._lanes.failed, self._policy.flights, self.clock())  # why its device counts as so
+        """Why its device counts as broken; "": it does not."""
+        return broken(self._lanes.failed, self._policy.flights, self.clock())
 
     async def start(self, progress: Progress = lambda done, total, label: None) -> None:
         """Compile; `progress` is called in another thread. Raises what warm-up raises."""
@@ -462,9 +463,8 @@ class Engine(Generic[S]):
         for again, compare in self.served.shadows(task):
             job: Job = replace(self.served.job(again, next(self._job_ids), now_ns, None), priority="batch")
             if not isinstance(self._policy.submit(job, now_ns), Rejected):
-                self._tickets[job.id] = Ticket(
-                    job.id, "", again, self._loop.create_future(), now_ns, now_ns, compare=compare
-                )
+                nobody = self._loop.create_future()
+                self._tickets[job.id] = Ticket(job.id, "", again, nobody, now_ns, now_ns, compare=compare)
                 self._pump_soon()
 
     def _fail(self, job_ids: Sequence[int], error: Exception) -> None:
