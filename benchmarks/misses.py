@@ -84,7 +84,7 @@ MISSES = (
     ),
     Miss(
         "The shorter prompts beside the fastest peer",
-        r"prefill-time-over-best-peer-prompt-(512-batch-[18]|700-batch-8)",
+        r"prefill-time-over-best-peer-prompt-512-batch-[18]",
         "Each median is below the target; the intervals go beyond it.",
     ),
     Miss(
@@ -218,6 +218,13 @@ MISSES = (
         "It is the mean of three loads at the worst of three ages of reports, and one run of these three is far above "
         "the target. A run has some hundred requests a replica, and one user sends 8 %. Why it was that run was not "
         "looked into; where reports are older, the mean is below the target.",
+    ),
+    Miss(
+        "The server's median latency beside an older commit's",
+        r"(rank|recommend)-p50-over-other-commit-1-connection",
+        "The other commit is from before scheduling by cost: since then a request passes a forecast, an order, a "
+        "choice by cost and one more switch of threads. With sixteen connections the rates hold. The ratio has been on "
+        "both sides of the target from day to day on one machine, with nothing between that such a request passes.",
     ),
     Miss(
         "The slowest one in a hundred routing decisions",
