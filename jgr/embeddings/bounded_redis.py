@@ -51,7 +51,7 @@ class _Bounds:
 
 
 _bounds: ContextVar[_Bounds] = ContextVar("bounds")
-"""Of what this thread asks: the pool gives a connection to one thread at a time."""
+"""The bounds of what this thread asks now: the pool gives a connection to one thread at a time."""
 
 
 class BoundedRedis:

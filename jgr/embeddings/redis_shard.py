@@ -129,12 +129,8 @@ class _Server:
         """See BoundedRedis.ask."""
         try:
             return self._redis.ask(*command, **bounds)
-        except (
-            redis.RedisError,
-            OSError,
-            ValueError,
-            TypeError,
-        ) as cause:  # the last two: options of the address
+        except (redis.RedisError, OSError, ValueError, TypeError) as cause:
+            # The last two come of options of the address.
             raise ShardError(
                 f"table {self._table}: the server of embeddings.remote failed: "
                 f"{one_line(cause) or type(cause).__name__}"

@@ -90,9 +90,8 @@ class Shards:
                 continue
             try:
                 found[own] = shard.read(rows[own])
-            except (
-                Exception
-            ):  # a shard that fails in another way is a fault of ours, and the rows are missing too
+            except Exception:
+                # A shard that fails with anything but ShardError is a fault of ours, and the rows are missing too.
                 counts["failed"] += len(own)
                 raise
             counts["local" if isinstance(shard, LocalShard) else "remote"] += len(own)
