@@ -29,7 +29,7 @@ import numpy.typing as npt
 from benchmarks import flame_serving, harness
 from benchmarks.harness import Benchmark, Claim, Measured, Missing, Quiet, Row, rounded
 from jgr.catalog.catalog import Catalog, save_catalog
-from jgr.models import checkpoint, item_tables, scorers, table_file
+from jgr.models import checkpoint, scorers, table_file, tables
 from jgr.models import params as parameters
 from jgr.models.model_files import ModelFiles
 from jgr.models.retrievers import items_digest
@@ -79,7 +79,7 @@ def write_model(folder: Path, setting: Setting) -> tuple[SasrecConfig, Any]:
         catalog = Catalog.build(ids, [(row,) for row in range(setting.items)], [{}] * setting.items)
         save_catalog(catalog, folder / "catalog.jsonl")
         table_file.write(
-            folder / table_file.ITEMS, item_tables.NAME, parts(), width=setting.width, dtype="float32",
+            folder / tables.path_of(tables.ITEMS), tables.ITEMS, parts(), width=setting.width, dtype="float32",
             model=ModelFiles(folder).identity(),
         )  # fmt: skip
 
@@ -113,7 +113,7 @@ def reference(cfg: SasrecConfig, weights: Any) -> Any:
         same = jnp.zeros_like(history)
         users = Users(history, same, same, one, jnp.zeros((1, 0), np.int32), one)
         asked = Candidates(HISTORY + jnp.arange(CANDIDATES, dtype=np.int32)[None], {})
-        given = item_tables.given(weights, embed)
+        given = tables.replaced(weights, {tables.ITEMS: embed})
         return scorers.rank(scorers.scorer(cfg), given, cfg, users, asked)[0, :, 0]
 
     def run(history: npt.NDArray[Any], candidates: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
@@ -134,7 +134,7 @@ def measure(quick: bool, quiet: Quiet) -> Measured:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "model"
         cfg, weights = write_model(folder, setting)
-        table = folder / table_file.ITEMS
+        table = folder / tables.path_of(tables.ITEMS)
         engine = flame_serving.load(
             folder,
             "embeddings.tables=paged",
@@ -152,7 +152,7 @@ def measure(quick: bool, quiet: Quiet) -> Measured:
             answers = [_ask(runner, engine, seed, setting) for seed in range(setting.requests)]
             paging = engine.served.paging
             assert paging is not None
-            counts, pool = dict(paging.rows.counts(item_tables.NAME)), paging.rows.pool.nbytes
+            counts, pool = dict(paging.rows.counts(tables.ITEMS)), paging.rows.pool.nbytes
             read = read_from_disk() - before
             paging.rows.check()
             runner.run(engine.drain(0.0))

@@ -28,8 +28,8 @@ import numpy.typing as npt
 
 from jgr.cache.pool import DevicePool, PoolLost
 from jgr.cache.refill import RefillBudget
+from jgr.cache.row_programs import Kind, RowPrograms
 from jgr.cache.rows import Hottest, RowPages, TableShape, words_of
-from jgr.models import words
 from jgr.models.words import Cells
 
 Int32 = npt.NDArray[np.int32]
@@ -37,8 +37,6 @@ Int64 = npt.NDArray[np.int64]
 UInt32 = npt.NDArray[np.uint32]
 Bool = npt.NDArray[np.bool_]
 
-WRITES = (16, 128, 1024)
-"""How many rows a program writes, at most; larger transfers are cut."""
 TRIES = 3
 """How often a batch is tried again where the pool is lost meanwhile."""
 REFILL_EVERY_S = 0.05
@@ -47,8 +45,6 @@ STEP_S = 5.0
 REFILL_AGAIN_S = 5.0
 """The refill waits twice as long after each step that fails, up to this."""
 NONE_HOT = Hottest(np.zeros(0, np.int64), np.zeros(0, np.int64))
-NOWHERE = np.iinfo(np.int32).max
-"""A cell that no pool has: nothing is written there."""
 
 
 class RowSource(Protocol):
@@ -116,11 +112,14 @@ class EmbeddingCache:
         self.pool, self.tables, self.source, self._catch_up = pool, dict(tables), source, catch_up
         shapes = {name: TableShape(of.rows, of.row_bytes, not of.brought) for name, of in tables.items()}
         self.pages = RowPages(pool.pages, pool.page_bytes, shapes)
-        self._cells = {name: Cells.of(of.row_bytes, pool.page_bytes) for name, of in tables.items()}
+        self._kinds = {
+            name: Kind(Cells.of(of.row_bytes, pool.page_bytes), of.dtype, of.given_as)
+            for name, of in tables.items()
+        }
         self._budget, self._clock = budget or RefillBudget(0.0), clock
         self._epoch = pool.epoch
         self._lock = threading.Lock()
-        self._programs: dict[Any, jax.stages.Compiled] = {}
+        self._programs = RowPrograms(pool.example)
         self._zeros: dict[tuple[str, int], jax.Array] = {}
         self._counts: dict[str, Counter[str]] = {name: Counter() for name in tables}
         self._row_bytes = np.array([of.row_bytes for of in tables.values()], np.int64)
@@ -131,23 +130,10 @@ class EmbeddingCache:
 
     def compile(self, table: str, count: int) -> None:
         """Make the programs for batches of `count` rows of a table, so that none is made while requests wait."""
-        of, cells, array = self.tables[table], self._cells[table], self.pool.example
-        places = jax.ShapeDtypeStruct((count,), np.int32)
-        staged = jax.ShapeDtypeStruct((count, cells.words), np.uint32)
-        gather = jax.jit(_gather, static_argnames=("cells", "dtype", "given_as"))
-        fixed = {"cells": cells, "dtype": of.dtype, "given_as": of.given_as}
-        if (table, "gather", count) not in self._programs:
-            self._programs[table, "gather", count] = gather.lower(array, places, None, **fixed).compile()
-            self._programs[table, "staged", count] = gather.lower(array, places, staged, **fixed).compile()
+        of = self.tables[table]
+        self._programs.compile(self._kinds[table], count)
+        if (table, count) not in self._zeros:
             self._zeros[table, count] = jnp.zeros((count, of.width), of.given_as)
-        for size in WRITES:
-            if (table, "write", size) not in self._programs:
-                given = (
-                    jax.ShapeDtypeStruct((size,), np.int32),
-                    jax.ShapeDtypeStruct((size, cells.words), np.uint32),
-                )
-                write = jax.jit(_write, static_argnames="cells", donate_argnums=0)
-                self._programs[table, "write", size] = write.lower(array, *given, cells=cells).compile()
 
     def rows(self, table: str, rows: Int32) -> jax.Array:
         """The rows [n, width] float32 of a table; zeros where `rows` [n] is -1. `compile` was called for n.
@@ -240,18 +226,9 @@ class EmbeddingCache:
                 self.pages.publish(table, rows, cells)
 
     def _copy(self, table: str, cells: Int32, values: UInt32, epoch: int) -> None:
-        at = 0
-        while at < len(cells):
-            size = next((size for size in WRITES if size >= len(cells) - at), WRITES[-1])
-            some = min(size, len(cells) - at)
-            numbers = np.full(size, NOWHERE, np.int32)
-            numbers[:some] = cells[at : at + some]
-            padded = np.zeros((size, values.shape[1]), np.uint32)
-            padded[:some] = values[at : at + some]
-            program = self._programs[table, "write", size]
+        for write in self._programs.writes(self._kinds[table], cells, values):
             self._catch_up()
-            self.pool.write(_bound(program, numbers, padded), epoch)
-            at += some
+            self.pool.write(write, epoch)
 
     def _gather(
         self,
@@ -273,10 +250,7 @@ class EmbeddingCache:
             every = np.zeros((len(cells), values.shape[1]), np.uint32)
             every[missing[beyond]] = values[beyond]
             staged = np.where((place >= 0)[:, None], every[place], 0).astype(np.uint32)
-        kind = "gather" if staged is None else "staged"
-        found: jax.Array = self.pool.read(
-            _bound(self._programs[table, kind, len(place)], places, staged), epoch
-        )
+        found: jax.Array = self.pool.read(self._programs.gather(self._kinds[table], places, staged), epoch)
         return found
 
     # Records, which others bring.
@@ -337,8 +311,8 @@ class EmbeddingCache:
                 return Records(None, gone)
             beyond = sent & (places < 0)
             staged = np.where(beyond[:, None], given, np.uint32(0)) if beyond.any() else None
-            program = self._programs[table, "gather" if staged is None else "staged", len(rows)]
-            return Records(self.pool.read(_bound(program, places, staged), epoch), gone)
+            gather = self._programs.gather(self._kinds[table], places, staged)
+            return Records(self.pool.read(gather, epoch), gone)
         finally:
             self._unpin([found.pages])
 
@@ -471,26 +445,3 @@ class _Refill:
             if step.idle:
                 return
             pause_s = 0.0 if step.more else REFILL_EVERY_S
-
-
-def _bound(program: Callable[..., Any], *others: Any) -> Callable[[jax.Array], Any]:
-    return lambda array: program(array, *others)
-
-
-def _gather(
-    array: jax.Array,
-    places: jax.Array,
-    staged: jax.Array | None,
-    *,
-    cells: Cells,
-    dtype: np.dtype[Any],
-    given_as: np.dtype[Any],
-) -> jax.Array:
-    found = words.read(array, *cells.place(jnp.maximum(places, 0)), cells.words)
-    there = (places >= 0)[:, None]
-    found = jnp.where(there, found, 0 if staged is None else staged)
-    return words.seen_as(found, dtype).astype(given_as)
-
-
-def _write(array: jax.Array, numbers: jax.Array, values: jax.Array, *, cells: Cells) -> jax.Array:
-    return words.write(array, *cells.place(numbers), values)

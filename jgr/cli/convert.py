@@ -183,9 +183,10 @@ def _upload(folder: Path, dtype: str, embed: object, remote: str) -> None:
     import numpy as np
 
     from jgr.embeddings.redis_shard import upload
-    from jgr.models import table_file
+    from jgr.models.table_file import TableFile
+    from jgr.models.tables import ITEMS, path_of
 
-    header = table_file.TableFile(folder / table_file.ITEMS).header
+    header = TableFile(folder / path_of(ITEMS)).header
     rows = np.asarray(embed).astype(header.numpy_dtype)
     upload(remote, msgspec.structs.replace(header, first=0, held=header.rows), rows, timeout_s=30.0)
     print(f"{header.rows} rows of {header.row_bytes} bytes are in the server of --remote")

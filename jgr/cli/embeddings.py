@@ -74,7 +74,7 @@ def upload(folder: Path, remote: str, local_rows: int, out: Path | None, overwri
     import msgspec
 
     from jgr.embeddings import redis_shard
-    from jgr.models import item_tables
+    from jgr.models import tables
 
     if out:
         _require_place(out, folder, overwrite)
@@ -93,7 +93,7 @@ def upload(folder: Path, remote: str, local_rows: int, out: Path | None, overwri
             f"{table.path}: was written to while it was uploaded; upload it again, with --overwrite"
         )
     if out:
-        item_tables.keep_first(folder, out, local_rows)
+        tables.keep_first(folder, out, local_rows)
     return {"rows": header.held, "first": header.first, "row_bytes": header.row_bytes, "new": new}
 
 
@@ -110,19 +110,18 @@ def _require_place(out: Path, folder: Path, overwrite: bool) -> None:
 
 def _whole_table(folder: Path) -> TableFile:
     """The table of a model's folder, once it is known to be undamaged and whole."""
-    from jgr.models import item_tables, scorers
+    from jgr.models import scorers, tables
     from jgr.models.model_files import ModelFiles
-    from jgr.models.table_file import ITEMS
 
-    if not item_tables.are_apart(folder):
+    path = tables.path_of(tables.ITEMS)
+    if not (folder / path).is_file():
         raise UserError(
-            f"{folder} has no {ITEMS}; train it with train.tables=float32, or convert it with "
-            "--tables=float32"
+            f"{folder} has no {path}; train it with train.tables=float32, or convert it with --tables=float32"
         )
     files = ModelFiles(folder)
     files.check()
     cfg = scorers.load_config(folder)
-    table = item_tables.open_table(folder, scorers.scorer(cfg).spec(cfg), files)
+    table = tables.open_table(folder, tables.ITEMS, scorers.scorer(cfg).spec(cfg), files)
     table.verify()
     of = table.header
     if of.held < of.rows:

@@ -76,7 +76,7 @@ class TrainConfig:
     # HSTU's recipe does not.
     weigh_negatives: bool = True
     temperature: float = 1.0  # number by which a retriever's scores are divided before the softmax
-    # Type of the rows of the items' embeddings in a file of their own (embeddings/items.table), from which a scorer can
+    # Type of the rows of a scorer's tables of embeddings in files of their own (embeddings/NAME.table), from which it can
     # be served with embeddings.tables=paged; none: they are among the other weights.
     tables: Literal["none", "float32", "float16", "bfloat16"] = "none"
     # Files of item vectors (.npy, as `jgr vectors` writes them), separated by commas, of which a retriever's item

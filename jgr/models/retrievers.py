@@ -25,7 +25,7 @@ import numpy.typing as npt
 from jgr.config import TrainConfig, UserError
 from jgr.data.interactions import Ragged
 from jgr.fields import one_line
-from jgr.models import checkpoint, hstu, item_tables, lru_rec, repeats, sasrec
+from jgr.models import checkpoint, hstu, lru_rec, repeats, sasrec, tables
 from jgr.models.config_file import read_object, scorer_config
 from jgr.models.hstu import HstuConfig, HstuParams
 from jgr.models.lru_rec import LruRecConfig, LruRecParams
@@ -198,14 +198,14 @@ def save(
     cfg: RetrieverConfig,
     params: RetrieverParams,
     write_beside: Callable[[Path], None],
-    tables: str = "none",
+    rows: str = "none",
     held: int | None = None,
 ) -> None:
     """A model folder: config.json, params/, and what write_beside(folder) adds. See jgr.models.checkpoint.write.
 
-    tables, held: see `item_tables.apart`.
+    rows, held: their type, and how many, see `tables.apart`.
     """
-    params, write_beside = item_tables.apart(params, tables, write_beside, held)
+    params, write_beside = tables.apart(cfg, params, rows, write_beside, held)
     model_type = next(name for name, of in _CONFIGS.items() if of is type(cfg))
     checkpoint.write(folder, {"model_type": model_type, **dataclasses.asdict(cfg)}, params, write_beside)
 
@@ -228,8 +228,8 @@ def load(folder: Path) -> tuple[RetrieverConfig, RetrieverParams]:
     files.check()
     cfg = load_config(folder)
     specs = retriever(cfg).spec(cfg)
-    params = checkpoint.restore(folder, item_tables.declared(folder, specs))
-    return cfg, item_tables.joined(folder, specs, params, files)
+    params = checkpoint.restore(folder, tables.declared(folder, cfg, specs))
+    return cfg, tables.joined(folder, cfg, specs, params, files)
 
 
 def load_for(folder: Path, item_ids: Sequence[str]) -> tuple[RetrieverConfig, RetrieverParams]:

@@ -28,7 +28,7 @@ import numpy.typing as npt
 
 from jgr.config import ConfigError
 from jgr.fields import one_line
-from jgr.models import checkpoint, climber, hstu, item_tables, repeats, retrievers, stu_scorer
+from jgr.models import checkpoint, climber, hstu, repeats, retrievers, stu_scorer, tables
 from jgr.models.climber import ClimberConfig
 from jgr.models.climber_layers import Build
 from jgr.models.config_file import read_object, scorer_config
@@ -38,7 +38,6 @@ from jgr.models.model_files import ModelFiles
 from jgr.models.params import CheckpointError, PyTree
 from jgr.models.retrievers import RetrieverConfig
 from jgr.models.stu_scorer import HistoryIsWhole, StuScorerConfig
-from jgr.models.table_file import ITEMS
 from jgr.ops import split
 
 LEAST_WINDOW = 64
@@ -418,12 +417,6 @@ def within(cfg: ScorerConfig, events: int) -> ScorerConfig:
     return dataclasses.replace(cfg, max_items=events)
 
 
-def placed(users: Users) -> Users:
-    """The users with each event's row named by its place [0, S), where a program is given the rows in that order."""
-    places = jnp.broadcast_to(jnp.arange(users.rows.shape[1], dtype=jnp.int32), users.rows.shape)
-    return users._replace(rows=jnp.where(users.rows >= 0, places, -1))
-
-
 def renewing(cfg: ScorerConfig, rows: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
     """The rows [S] of a user's events that `Keeping.state` embeds, -1 for the others."""
     if isinstance(cfg, ClimberConfig):
@@ -439,16 +432,16 @@ def save(
     cfg: ScorerConfig,
     params: PyTree,
     write_beside: Callable[[Path], None] = lambda folder: None,
-    tables: str = "none",
+    rows: str = "none",
     held: int | None = None,
 ) -> None:
     """A model folder: config.json, params/, and what write_beside(folder) adds. See jgr.models.checkpoint.write.
 
-    tables, held: see `item_tables.apart`.
+    rows, held: their type, and how many, see `tables.apart`.
     """
     if isinstance(cfg, RetrieverConfig):
-        return retrievers.save(folder, cfg, params, write_beside, tables, held)
-    params, write_beside = item_tables.apart(params, tables, write_beside, held)
+        return retrievers.save(folder, cfg, params, write_beside, rows, held)
+    params, write_beside = tables.apart(cfg, params, rows, write_beside, held)
     model_type = next(name for name, of in _TYPES.items() if of is type(cfg))
     checkpoint.write(folder, {"model_type": model_type, **dataclasses.asdict(cfg)}, params, write_beside)
 
@@ -457,7 +450,7 @@ def load(
     folder: Path, files: ModelFiles | None = None, devices: Devices = ONE, paged: bool = False
 ) -> tuple[ScorerConfig, PyTree]:
     """Read the folder that `save` wrote, of any family: config and parameters. files, devices: see checkpoint.load.
-    paged: leave the items' embeddings in their table, which the folder must have.
+    paged: leave embeddings in the folder's tables, of which it must have the items'.
 
     Raises CheckpointError; ConfigError for a family that several devices cannot share.
     """
@@ -470,13 +463,13 @@ def load(
             "served on one device; of scorers, SASRec, LRURec and HSTU can be shared, by their items"
         )
     specs, placement = scorer(cfg).spec(cfg), of_tables(devices)
-    if paged and not item_tables.are_apart(folder):
+    if paged and tables.ITEMS not in tables.there(folder, cfg):
         raise ConfigError(
-            f"embeddings.tables: paged, but {folder} has no {ITEMS}; train it with train.tables=float32, "
-            "or convert it with --tables=float32"
+            f"embeddings.tables: paged, but {folder} has no {tables.path_of(tables.ITEMS)}; train it with "
+            "train.tables=float32, or convert it with --tables=float32"
         )
-    params = checkpoint.restore(folder, item_tables.declared(folder, specs), placement=placement)
-    return cfg, params if paged else item_tables.joined(folder, specs, params, files, placement)
+    params = checkpoint.restore(folder, tables.declared(folder, cfg, specs), placement=placement)
+    return cfg, params if paged else tables.joined(folder, cfg, specs, params, files, placement)
 
 
 def load_config(folder: Path) -> ScorerConfig:

@@ -30,8 +30,6 @@ from jgr.files import reading, require_regular, writing
 MAGIC = b"jgr-rows"
 HEADER_BYTES = 4096
 READ_BYTES = 16 << 20
-ITEMS = Path("embeddings") / "items.table"
-"""Where the items' table stands in a model's folder."""
 RowType = Literal["float32", "float16", "bfloat16"]
 ROW_TYPES = get_args(RowType)
 _COUNT = Meta(ge=0, le=1 << 40)

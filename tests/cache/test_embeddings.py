@@ -23,6 +23,7 @@ from jgr.cache.meta import CacheMeta
 from jgr.cache.pages import Pages, Room
 from jgr.cache.pool import DevicePool
 from jgr.cache.refill import RefillBudget
+from jgr.cache.row_programs import RowPrograms
 from jgr.config import ConfigError
 from jgr.embeddings.shards import ShardError
 from jgr.serving.policies.jobs import UserPart
@@ -67,7 +68,7 @@ def make(
 
 
 POOL = DevicePool(PAGES, PAGE_BYTES)
-PROGRAMS: dict[Any, Any] = {}
+PROGRAMS = RowPrograms(POOL.example)
 ZEROS: dict[Any, Any] = {}
 NOW = [0]
 

@@ -16,11 +16,10 @@ from jgr.cli.embeddings import upload
 from jgr.config import UserError
 from jgr.models import scorers
 from jgr.models.model_files import ModelFiles
-from jgr.models.table_file import ITEMS as TABLE
 from jgr.models.table_file import TableFile
 from tests.features.redis_process import RedisProcess
 from tests.serving.scorer_fakes import ITEMS, ScorerServer, draw
-from tests.serving.scorers.test_paging import FAMILIES, PAGED, SASREC, asked, folder_of, settings
+from tests.serving.scorers.test_paging import FAMILIES, PAGED, SASREC, TABLE, asked, folder_of, settings
 
 RUN = "import sys; from jgr.cli.main import run; sys.exit(run(['embeddings', *sys.argv[1:]]))"
 KEPT = 20
@@ -62,7 +61,7 @@ def test_a_folder_with_few_rows_is_served_as_the_whole_one(
     assert kept.header.held == KEPT and (kept.rows == TableFile(whole / TABLE).rows[:KEPT]).all()
     files.check()
     assert files.identity() == ModelFiles(whole).identity()
-    scorers.save(tmp_path / "held", cfg, draw(cfg), tables="float32", held=KEPT)
+    scorers.save(tmp_path / "held", cfg, draw(cfg), rows="float32", held=KEPT)
     assert (TableFile(tmp_path / "held" / TABLE).rows == kept.rows).all()
     bodies = [asked(cfg, seed) for seed in range(8)]
     remote = (f"embeddings.remote={server.address}", "embeddings.timeout_ms=5000")

@@ -38,7 +38,7 @@ from jgr.cache.pool import PoolLost, UserView
 from jgr.features import numa
 from jgr.features.memory import MISSING
 from jgr.features.paged import PagedRecords
-from jgr.models import item_tables
+from jgr.models import tables
 from jgr.models.params import PyTree
 from jgr.serving.engine.compilation import check_scores, preparing, telling
 from jgr.serving.engine.contract import Executors, Progress
@@ -190,7 +190,7 @@ class Executor:
     def _read(self, work: ReadWork) -> Read:
         place, states, window = work.place, self._states, self._programs.window(work.block)
         read, grow, renew = self._programs.user_part(window)
-        params = partial(self._params, work.block, most=window.events)
+        params = partial(self._params, work.block, window.events)
         new = place is None or place.new
         at = work.before if new else place
         found = None if states is None or at is None else states.load(at, window.tokens)
@@ -210,29 +210,24 @@ class Executor:
         return Read(state, cached, stored)
 
     def _params(
-        self,
-        block: UInt8 | None,
-        candidates: Int32 | None = None,
-        *,
-        renews: bool = False,
-        most: int | None = None,
+        self, block: UInt8 | None, events: int, candidates: PartWork | None = None, *, renews: bool = False
     ) -> PyTree:
-        """The parameters for a run that reads a user's events, or candidates, or both; renews: see `renewing`. most: of
-        the events' places, those that the run reads; None: all."""
-        programs = self._programs
-        if self._embeddings is None:
+        """The parameters for a run that reads so many events of a user, candidates, or both.
+
+        renews: see `scorers.renewing`.
+        """
+        programs, gathering = self._programs, self._programs.gathering
+        if self._embeddings is None or gathering is None:
             return programs.params
-        rows: list[Int32] = []
-        if block is not None:
-            events = programs.user.views(block)["rows"][:most]
-            rows.append(programs.renewing(events) if renews else events)
-        if candidates is not None:
-            rows.append(candidates)
-            rows.append(np.full(self.size - len(candidates), -1, np.int32))
+        user = None if block is None else programs.user.views(block)
+        if candidates is None:
+            wanted = gathering.rows(user, events, renews=renews)
+        else:
+            wanted = gathering.rows(user, events, candidates.rows, candidates.records, self.size)
         epoch, self._epoch = self._embeddings.pool.epoch, None  # the pool isn't to blame for the source
-        found = self._embeddings.rows(item_tables.NAME, np.concatenate(rows))
+        found = {name: self._embeddings.rows(name, rows) for name, rows in wanted.items()}
         self._epoch = epoch
-        return item_tables.given(programs.params, found)
+        return tables.replaced(programs.params, found)
 
     def _score(self, work: PartWork) -> jax.Array:
         count, programs, whole = len(work.rows), self._programs, isinstance(work.user, np.ndarray)
@@ -254,7 +249,8 @@ class Executor:
                 views["ages"][:count] = work.ages
         if whole:
             views["user"][:] = work.user.view(np.uint32)
-        params = self._params(work.user if whole else None, work.rows)
+        user = work.user if whole else None
+        params = self._params(user, programs.needs.max_items, work)
         self._out = self._staging.run(program, params, None if whole else work.user, self._out, *apart)
         return self._out
 
@@ -315,8 +311,9 @@ class ScorerExecutors:
         if self.states is not None:
             self.states.compile()
         if self.embeddings is not None:
-            for count in programs.counts:
-                self.embeddings.compile(item_tables.NAME, count)
+            for name, counts in programs.counts.items():
+                for count in counts:
+                    self.embeddings.compile(name, count)
         if self.records is not None:
             for size in programs.sizes:
                 self.records.compile(size)

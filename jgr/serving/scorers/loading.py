@@ -27,7 +27,7 @@ from jgr.features.cache import FeatureCache
 from jgr.features.paged import PagedRecords
 from jgr.features.schema import Schema
 from jgr.features.stores import FeatureStore
-from jgr.models import scorers
+from jgr.models import scorers, tables
 from jgr.models.devices import ONE, Devices
 from jgr.models.model_files import ModelFiles
 from jgr.models.params import PyTree
@@ -42,7 +42,7 @@ from jgr.serving.engine.weights import Weights, once
 from jgr.serving.policies.orchestration import USER_PART
 from jgr.serving.policies.user_cache import UserCache
 from jgr.serving.scorers.executors import Programs, ScorerExecutors
-from jgr.serving.scorers.paging import make_control, make_paging, open_items, share_of_rows
+from jgr.serving.scorers.paging import make_control, make_paging, open_tables, share_of_rows
 from jgr.serving.scorers.serve import ServedScorer
 from jgr.serving.scorers.translation import ScorerTranslator
 from jgr.serving.scorers.user_block import UserContent
@@ -161,7 +161,6 @@ def _make_engine(
                 settings.growth,
                 settings.build,
                 memory.devices_of(config),
-                config.embeddings.tables == "paged",
                 settings.history_lengths,
                 apart,
             )
@@ -200,11 +199,17 @@ def _make_engine(
             )
         cache = _user_cache(programs, states, lease.held)
     paging = None
-    if programs.paged:
-        table = open_items(model.folder, model.files, model.cfg)
+    if programs.gathering is not None:
+        files = open_tables(model.folder, model.files, model.cfg)
+        if apart and (of := next((name for name in files if name.startswith(tables.FEATURE)), "")):
+            raise ConfigError(
+                f"features.tables: paged, but the rows of {of} are in a table, and the host must see an item's "
+                "categories to look them up; use features.tables=host"
+            )
+        largest = {name: counts[-1] for name, counts in programs.counts.items()}
         users = None if lease is None or states is None else (lease.held, states)
         records_of = schema if apart else None
-        paging = make_paging(table, config, memory, model.revision, programs.counts[-1], users, records_of)
+        paging = make_paging(files, config, memory, model.revision, largest, users, records_of)
         undo.callback(paging.close)
     features, records = None, None
     if store is not None and schema is not None:

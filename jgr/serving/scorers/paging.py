@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A scorer's embeddings in pages of the pool: the table of its folder, the rows' cache, the border to its users."""
+"""A scorer's embeddings in pages of the pool: the tables of its folder, the rows' cache, the border to its users."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from jgr.embeddings.shards import LocalShard, Shard, Shards
 from jgr.features.paged import NAME as FEATURES
 from jgr.features.paged import table_of
 from jgr.features.schema import Schema
-from jgr.models import item_tables, scorers
+from jgr.models import scorers, tables
 from jgr.models.model_files import ModelFiles
 from jgr.models.scorers import ScorerConfig
 from jgr.models.table_file import TableFile
@@ -60,20 +60,20 @@ class Paging:
             if "of" not in here:
                 here["of"] = np.array([shard_of(item) for item in item_ids], np.int16)
             here["until"] = pages.batches + BATCHES
-            here["held"] = held(here["of"], *pages.used_and_there(item_tables.NAME))
+            here["held"] = held(here["of"], *pages.used_and_there(tables.ITEMS))
         found: Sequence[str] = here["held"]
         return found
 
     def missing_ns(self, rows: float) -> float:
         """What it takes to read so many missing embeddings, by what it took so far; 0 where none was missing yet."""
-        counts = self.rows.counts(item_tables.NAME)
-        read = counts.get("bytes", 0) / self.rows.tables[item_tables.NAME].row_bytes
+        counts = self.rows.counts(tables.ITEMS)
+        read = counts.get("bytes", 0) / self.rows.tables[tables.ITEMS].row_bytes
         return counts.get("read_ns", 0) / read * rows if read else 0.0
 
     def counts(self) -> PagingCounts:
         """For /metrics."""
         rows, border = self.rows, self.border
-        tables = {
+        by_table = {
             name: {
                 **rows.counts(name),
                 **self.source.counts.get(name, {}),
@@ -82,20 +82,22 @@ class Paging:
             for name in rows.tables
         }
         return PagingCounts(
-            tables, rows.owned, border.wanted, border.total, rows.pages.empty, dict(border.counts)
+            by_table, rows.owned, border.wanted, border.total, rows.pages.empty, dict(border.counts)
         )
 
 
-def open_items(folder: Path, files: ModelFiles | None, cfg: ScorerConfig) -> TableFile:
-    """The table of a folder's items. Raises TableError where it is not the model's."""
-    return item_tables.open_table(folder, scorers.scorer(cfg).spec(cfg), files or ModelFiles(folder))
+def open_tables(folder: Path, files: ModelFiles | None, cfg: ScorerConfig) -> dict[str, TableFile]:
+    """The tables of a folder, by name. Raises TableError where one is not the model's."""
+    specs, files = scorers.scorer(cfg).spec(cfg), files or ModelFiles(folder)
+    return {name: tables.open_table(folder, name, specs, files) for name in tables.there(folder, cfg)}
 
 
 def shards_of(table: TableFile, config: Config) -> list[Shard]:
-    """The file, and the server of embeddings.remote where one is named. ShardError where that has not this table."""
+    """The file, and for the items the server of embeddings.remote where one is named. ShardError where that has not
+    this table."""
     found: list[Shard] = [LocalShard(table)]
     of, settings = table.header, config.embeddings
-    if settings.remote:
+    if settings.remote and of.name == tables.ITEMS:
         extras.require("redis", "embeddings.remote")
         from jgr.embeddings.redis_shard import RedisShard
 
@@ -143,26 +145,27 @@ def make_control(
 
 
 def make_paging(
-    table: TableFile,
+    files: Mapping[str, TableFile],
     config: Config,
     memory: Memory,
     revision: str,
-    largest: int,
+    largest: Mapping[str, int],
     users: tuple[CacheMeta, UserView] | None,
     schema: Schema | None = None,
 ) -> Paging:
-    """Put the rows of a table into the model's pages. largest: rows of the largest batch. users: those that have the
-    other pages, and the view of their cells; None: no users are kept. schema: of records that stand there too.
+    """Put the rows of tables into the model's pages. largest: by table, rows of the largest batch. users: those that
+    have the other pages, and the view of their cells; None: no users are kept. schema: of records that stand there too.
 
     ConfigError where the pages are too few for a batch, or too small for a row, and where an engine that runs has
     records of another schema there.
     """
-    header, pages, name = table.header, memory.pages, config.model.name
-    tables = {item_tables.NAME: Table(header.rows, header.width, header.numpy_dtype)}
-    batches = {item_tables.NAME: largest}
+    pages, name, batches = memory.pages, config.model.name, dict(largest)
+    headers = {of: file.header for of, file in files.items()}
+    shapes = {of: Table(has.rows, has.width, has.numpy_dtype) for of, has in headers.items()}
     if schema is not None:
-        tables[FEATURES], batches[FEATURES] = table_of(schema, header.rows), max(config.executors.sizes)
-    for called, of in tables.items():
+        shapes[FEATURES] = table_of(schema, headers[tables.ITEMS].rows)
+        batches[FEATURES] = max(config.executors.sizes)
+    for called, of in shapes.items():
         if of.row_bytes > pages.page_bytes or of.row_bytes % 4:
             raise ConfigError(
                 f"cache.page_kb: pages of {pages.page_bytes} bytes, but a row of {called} has {of.row_bytes}, "
@@ -170,17 +173,17 @@ def make_paging(
             )
 
     def make() -> Border:
-        shards = Shards({item_tables.NAME: shards_of(table, config)})
+        shards = Shards({of: shards_of(file, config) for of, file in files.items()})
         budget = RefillBudget(config.embeddings.link_mb_s * 2**20)
         host = memory.host
         rows = EmbeddingCache(
             memory.pool,
-            tables,
+            shapes,
             shards,
             catch_up=(lambda: None) if host is None else host.catch_up,
             budget=budget,
         )
-        least = sum(-(-batches[of] // rows.pages.per_page(of)) for of in tables)
+        least = sum(-(-batches[of] // rows.pages.per_page(of)) for of in shapes)
         meta, view = users or (None, None)
         one_user = 0
         if view is not None:
@@ -201,7 +204,7 @@ def make_paging(
     rows = lease.held.rows
     assert isinstance(rows, EmbeddingCache)
     assert isinstance(rows.source, Shards)
-    if rows.tables != tables:
+    if rows.tables != shapes:
         had = rows.tables[FEATURES].brought if FEATURES in rows.tables else "none"
         lease.close()
         raise ConfigError(

@@ -9,7 +9,7 @@ computes the user too has a program for the longest alone, since each further on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -21,9 +21,10 @@ import numpy.typing as npt
 from jgr.cache.buffers import ALIGNMENT, BufferLayout
 from jgr.cache.histories import tokens_of
 from jgr.features.schema import Schema
-from jgr.models import item_tables, scorers
+from jgr.models import scorers, tables
 from jgr.models.climber_layers import Build
 from jgr.models.devices import ONE, Devices
+from jgr.models.gathering import Gathering
 from jgr.models.params import PyTree
 from jgr.models.scorers import Needs, ScorerConfig, Users, growing, keeping
 from jgr.ops import split
@@ -68,10 +69,11 @@ class Programs:
     records; None: the model reads none. growth: the most events by which a kept user may have grown, only for `cache`.
     build: see climber_layers.Build (FLAME-7); the programs of "op_by_op" are plain functions, which dispatch one
     operation after the other. Raises HistoryIsWhole where the model's users cannot grow, ConfigError where it has no
-    such build. devices: those that share the model; all else than its items is whole on each of them. paged: whether
-    the items' embeddings are given to each run as the rows that it reads, in order: a history's, then candidates'.
-    lengths: see `scorers.windows`; not for `part`. apart: whether parts are given their candidates' records as an
-    array on the device, beside their buffer and not in it.
+    such build. devices: those that share the model; all else than its items is whole on each of them. lengths: see
+    `scorers.windows`; not for `part`. apart: whether parts are given their candidates' records as an array on the
+    device, beside their buffer and not in it.
+
+    Tables that are not among `params` are given to each run as the rows that it reads, see `jgr.models.gathering`.
     """
 
     def __init__(
@@ -84,14 +86,15 @@ class Programs:
         growth: int = 0,
         build: Build = "fused",
         devices: Devices = ONE,
-        paged: bool = False,
         lengths: Sequence[int] = (),
         apart: bool = False,
     ) -> None:
-        self.items, self.devices, self.paged = cfg.n_items, devices, paged
+        self.items, self.devices = cfg.n_items, devices
         self._model, self._cfg, self._build = scorers.scorer(cfg, build), cfg, build
         self.params = params = scorers.as_built(params, build)
-        self._specs = self._model.spec(cfg) if paged else None
+        names = tables.missing(cfg, params)
+        self.gathering = Gathering(cfg, names) if names else None
+        """Of the tables that each run is given the rows of; None: all are among the parameters."""
         self.needs: Needs = self._model.needs(cfg)
         self.sizes, self.share, self.schema = tuple(sizes), share, schema
         self.apart = apart and schema is not None
@@ -150,26 +153,23 @@ class Programs:
         size."""
         return self._whole[size]
 
-    def shaped(self, count: int) -> PyTree:
-        """The parameters, with the shape of `count` gathered rows where these are given to each run."""
-        if not self.paged:
-            return self.params
-        return item_tables.given(self.params, item_tables.shape(self._specs, count))
+    def shaped(self, events: int, size: int) -> PyTree:
+        """The parameters, with the shapes of the rows that a run is given, see `Gathering`."""
+        of = self.gathering
+        return self.params if of is None else of.shaped(self.params, events, size)
 
     @property
-    def counts(self) -> tuple[int, ...]:
-        """Numbers of rows that runs gather."""
-        events = {window.events for window in self.windows}
-        longest = self.needs.max_items
-        whole = (
-            {longest + size for size in self.sizes} if self.may_be_whole or self.share == "part" else set()
-        )
-        parts = set() if self.share == "part" else {*events, *self.sizes}
-        return tuple(sorted(parts | whole))
-
-    def renewing(self, rows: Int32) -> Int32:
-        """See `scorers.renewing`."""
-        return scorers.renewing(self._cfg, rows)
+    def counts(self) -> Mapping[str, Sequence[int]]:
+        """By table, the numbers of rows that runs are given, ascending."""
+        if self.gathering is None:
+            return {}
+        longest, runs = self.needs.max_items, set[tuple[int, int]]()
+        if self.may_be_whole or self.share == "part":
+            runs |= {(longest, size) for size in self.sizes}
+        if self.share != "part":
+            runs |= {(window.events, 0) for window in self.windows} | {(0, size) for size in self.sizes}
+        of_runs = [self.gathering.counts(*run) for run in runs]
+        return {name: sorted({counts[name] for counts in of_runs}) for name in self.gathering.names}
 
     def default_records(self, count: int) -> npt.NDArray[np.void] | None:
         """Records [count] for items whose features are not there; None where the model reads none."""
@@ -200,7 +200,7 @@ class Programs:
     def _window(self, events: int) -> Window:
         cfg = scorers.within(self._cfg, events)
         words = jax.ShapeDtypeStruct((self.user.size // 4,), np.uint32)
-        params = self.shaped(events)
+        params = self.shaped(events, 0)
         kept: PyTree = jax.eval_shape(partial(self._read, cfg), words, params)
         state = kept
         if self._keeping is not None:
@@ -211,7 +211,7 @@ class Programs:
     def _compile_user(self, window: Window) -> UserPrograms:
         cfg, kept, state = window.cfg, window.kept, window.state
         words = Staging(self.user, self.devices).example
-        params = self.shaped(window.events)
+        params = self.shaped(window.events, 0)
         read = self._make("read", cfg, partial(self._read, cfg), words, params)
         grow = renew = None
         if self.growth:
@@ -228,7 +228,7 @@ class Programs:
         layout = self.layouts[size]
         words = Staging(layout, self.devices).example
         out = self._placed(jax.ShapeDtypeStruct(self.out_shape(size), np.float32))
-        params = self.shaped(size + (self.needs.max_items if state is None else 0))
+        params = self.shaped(self.needs.max_items if state is None else 0, size)
         score = partial(self._score, layout, cfg)
         records: tuple[jax.ShapeDtypeStruct, ...] = ()
         if self.apart:
@@ -247,7 +247,8 @@ class Programs:
         if self._build == "op_by_op":
             return call
         # All that `call` takes from this object, so that a reload finds the programs of the weights before it.
-        key = name, cfg, self._build, self.share, self.schema, self.growth, self.paged, self.apart
+        given = None if self.gathering is None else self.gathering.names
+        key = name, cfg, self._build, self.share, self.schema, self.growth, given, self.apart
         return compiled(call, *arguments, key=key, donate=donate, keep_unused=True)
 
     def _users(self, words: jax.Array, events: int) -> Users:
@@ -255,11 +256,15 @@ class Programs:
         users = read_users(self.user, self.needs, words)
         rows, actions, times = (x[:, :events] for x in (users.rows, users.actions, users.times))
         users = users._replace(rows=rows, actions=actions, times=times)
-        return scorers.placed(users) if self.paged else users
+        return users if self.gathering is None else self.gathering.users(users)
+
+    def _seen(self, cfg: ScorerConfig, size: int = 0) -> ScorerConfig:
+        """The model as a run's parameters are of it."""
+        return cfg if self.gathering is None else self.gathering.model(cfg, size)
 
     def _read(self, cfg: ScorerConfig, words: jax.Array, params: PyTree) -> PyTree:
         model = self._model.read if self._keeping is None else self._keeping.begin
-        return split.everywhere(model(params, cfg, self._users(words, cfg.max_items)))
+        return split.everywhere(model(params, self._seen(cfg), self._users(words, cfg.max_items)))
 
     def _grown(self, cfg: ScorerConfig, words: jax.Array, params: PyTree, kept: PyTree) -> PyTree:
         return growing(cfg).grow(params, cfg, kept, self._users(words, cfg.max_items), self.growth)
@@ -282,15 +287,13 @@ class Programs:
         if records is not None:
             inputs["records"] = records
         asked = read_candidates(inputs, self.needs, self.schema)
-        if self.paged:
-            rows = asked.rows
-            first = self.needs.max_items if state is None else 0
-            places = first + jnp.arange(rows.shape[1], dtype=jnp.int32)[None]
-            asked = asked._replace(rows=jnp.where(rows >= 0, places, -1))
+        size = asked.rows.shape[1]
+        if self.gathering is not None:
+            asked = self.gathering.candidates(asked, self.needs.max_items if state is None else 0)
         if state is None:
             users = self._users(inputs["user"], cfg.max_items)
-            return split.everywhere(scorers.rank(self._model, params, cfg, users, asked))
-        return split.everywhere(self._model.score(params, cfg, state, asked))
+            return split.everywhere(scorers.rank(self._model, params, self._seen(cfg, size), users, asked))
+        return split.everywhere(self._model.score(params, self._seen(cfg, size), state, asked))
 
 
 class Staging:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -47,6 +47,10 @@ class ToyConfig:
     items: str = items_digest(ITEMS)
 
 
+class ToyParams(NamedTuple):
+    embed: Any
+
+
 class Toy:
     def needs(self, cfg: ToyConfig) -> Needs:
         return Needs(cfg.max_items, ("a", "b"), slots=(5,), scenarios=9, features=(("x", 2),))
@@ -54,7 +58,7 @@ class Toy:
     def read(self, params: Any, cfg: ToyConfig, users: Users) -> Any:
         known = users.rows >= 0
         total = jnp.where(known, users.rows, 0).sum(axis=1) + 100 * users.context[:, 0] + 7 * users.scenario
-        return {"sum": total * params, "count": known.sum(axis=1)}
+        return {"sum": total * params.embed, "count": known.sum(axis=1)}
 
     def score(self, params: Any, cfg: ToyConfig, state: Any, candidates: Candidates) -> jax.Array:
         x = candidates.features["x"]
@@ -70,7 +74,7 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def programs(share: Share) -> Programs:
     cfg: Any = ToyConfig()
-    made = Programs(cfg, jnp.float32(1.0), (2, 4), share, SCHEMA)
+    made = Programs(cfg, ToyParams(jnp.float32(1.0)), (2, 4), share, SCHEMA)
     for size in made.layouts:
         made.compile(size)
     return made
@@ -170,7 +174,7 @@ def engine(store: str, *settings: str) -> Any:
         f"features.store={store}",
     )  # fmt: skip
     return config, make_scorer_engine(
-        ScorerModel(Weights(cfg, jnp.float32(1.0)), "r", Path()), config, CATALOG, Metrics()
+        ScorerModel(Weights(cfg, ToyParams(jnp.float32(1.0))), "r", Path()), config, CATALOG, Metrics()
     )
 
 

@@ -25,8 +25,9 @@ from jgr.embeddings.shards import ShardError
 from jgr.models import retrievers, scorers
 from jgr.models.sasrec import SasrecConfig
 from jgr.models.scorers import ScorerConfig
-from jgr.models.table_file import ITEMS as TABLE
 from jgr.models.table_file import TableFile
+from jgr.models.tables import ITEMS as ITEMS_TABLE
+from jgr.models.tables import path_of
 from jgr.serving.scorers.executors import PartWork
 from jgr.serving.scorers.programs import Staging
 from jgr.serving.versions.loading import load_any
@@ -37,6 +38,7 @@ from tests.serving.scorers.test_kept_users import CLIMBER, body
 SASREC = SasrecConfig(
     n_items=len(ITEMS), max_items=6, hidden=8, layers=1, heads=2, mlp=8, items=HSTU.items
 )  # fmt: skip
+TABLE = path_of(ITEMS_TABLE)
 UNDATED_STU = dataclasses.replace(STU, time_rows=0)
 FAMILIES: dict[str, ScorerConfig] = {"sasrec": SASREC, "hstu": HSTU, "stu": UNDATED_STU, "climber": CLIMBER}
 
@@ -251,7 +253,8 @@ def spoil(rows: Any) -> None:
 
         return run
 
-    rows._programs = {key: spoilt(key[1], program) for key, program in rows._programs.items()}
+    made = rows._programs._made
+    made.update({key: spoilt(key[0], program) for key, program in made.items()})
 
 
 @pytest.mark.parametrize("found", ["at_the_end", "at_the_next_dispatch"])
