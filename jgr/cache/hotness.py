@@ -183,6 +183,15 @@ class ItemFrequencies:
         )
         self._requests = _plus_one(self._requests, now)
 
+    def count_on(
+        self, before: ItemFrequencies, rows: npt.NDArray[np.int32], here: npt.NDArray[np.int32]
+    ) -> None:
+        """Go on from the counts of another catalog (BAT-12), whose `rows` [m] are the rows `here` [m] of this one."""
+        self._keys[here] = np.logaddexp(self._keys[here], before._keys[rows])
+        if self._requests == -math.inf:
+            self.user_tokens = before.user_tokens
+        self._requests = float(np.logaddexp(self._requests, before._requests))
+
     def requests(self, now_ns: int) -> float:
         """Requests in the last window."""
         return math.exp(self._requests - now_ns / self._window_ns)

@@ -52,6 +52,7 @@ _log = logging.getLogger(__name__)
 
 def define_flags() -> None:
     flags.DEFINE_integer("replicas", None, "replicas; sets fleet.replicas", lower_bound=1)
+    flags.DEFINE_float("devices", None, "GPUs of each replica; sets fleet.gpus", lower_bound=0)
     flags.DEFINE_integer("port", None, "port to listen on; sets server.port")
     flags.DEFINE_string("address", None, "address of a Ray cluster, or auto; default: Ray is started here")
     flags.DEFINE_bool("null", False, "serve numbered items without a model, to measure the fleet alone")
@@ -60,7 +61,11 @@ def define_flags() -> None:
 def main(argv: Sequence[str]) -> int:
     values = flags.FLAGS
     extras.require("cluster", "jgr cluster")
-    given = {"fleet.replicas": values.replicas, "server.port": values.port}
+    given = {
+        "fleet.replicas": values.replicas,
+        "fleet.gpus": values.devices,
+        "server.port": values.port,
+    }
     own = [f"{key}={value}" for key, value in given.items() if value is not None]
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)

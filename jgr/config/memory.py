@@ -109,13 +109,17 @@ class MemoryConfig:
     file: str = ""
 
     def __post_init__(self) -> None:
-        check(self, least=0, most=0, split=0, limit_ms=0, epoch_s=0)
-        ordered = 0.0 < self.least <= self.split <= self.most < 1.0
+        check(self, least=0, most=0, split=0)
         require(
-            ordered,
-            f"memory.split ({self.split}) must lie between memory.least ({self.least}) and memory.most ({self.most}), "
-            "which are above 0 and below 1",
+            0.0 < self.least <= self.most < 1.0,
+            f"memory.least ({self.least}) must be at most memory.most ({self.most}), and both above 0 and below 1",
         )
+        require(
+            self.least <= self.split <= self.most,
+            f"memory.split ({self.split}) must lie between memory.least ({self.least}) and memory.most ({self.most})",
+        )
+        reads = self.controller in ("predictor", "ppo", "full")
+        require(reads or not self.file, f"memory.file: memory.controller={self.controller} reads no file")
         for name in ("limit_ms", "epoch_s"):
             value = getattr(self, name)
             require(0.0 < value < math.inf, f"memory.{name} must be above 0, not {value}")

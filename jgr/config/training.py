@@ -76,8 +76,8 @@ class TrainConfig:
     # HSTU's recipe does not.
     weigh_negatives: bool = True
     temperature: float = 1.0  # number by which a retriever's scores are divided before the softmax
-    # Type of the rows of a scorer's tables of embeddings in files of their own (embeddings/NAME.table), from which it can
-    # be served with embeddings.tables=paged; none: they are among the other weights.
+    # Type of the rows of a scorer's tables of embeddings in files of their own (embeddings/NAME.table), from which it
+    # can be served with embeddings.tables=paged; none: they are among the other weights.
     tables: Literal["none", "float32", "float16", "bfloat16"] = "none"
     # Files of item vectors (.npy, as `jgr vectors` writes them), separated by commas, of which a retriever's item
     # embeddings are made together with a row of each item's own; empty: of such rows alone.

@@ -9,6 +9,7 @@ table is stands in jgr:rows:<table>:<model>.
 from __future__ import annotations
 
 import hashlib
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +21,8 @@ import numpy.typing as npt
 import redis
 
 from jgr.embeddings.bounded_redis import BoundedRedis
-from jgr.embeddings.shards import ShardError
+from jgr.embeddings.breaker import Breaker
+from jgr.embeddings.shards import ShardAway, ShardError
 from jgr.fields import one_line
 from jgr.files import refuse_overwriting
 from jgr.models.table_file import HEADER_BYTES, TableHeader
@@ -37,7 +39,8 @@ Show = Callable[[int, int, str], None]
 
 
 class RedisShard:
-    """The rows of a table that a server holds. timeout_s: for a connection, and for all that a read takes.
+    """The rows of a table that a server holds. timeout_s: for a connection, and for all that a read takes. Once it has
+    not answered several times, most reads fail at once, so that they do not keep what serves the others.
 
     Raises ShardError where the server does not answer, or has no such table of this model.
     """
@@ -50,15 +53,39 @@ class RedisShard:
         timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._server = _Server(address, table, model, timeout_s, clock)
+        self._server, self._clock, self._table = (
+            _Server(address, table, model, timeout_s, clock),
+            clock,
+            table,
+        )
+        self._breaker, self._lock = Breaker(), threading.Lock()
         found = self._server.header()
         if found is None:
-            raise ShardError(f"table {table}: the server of embeddings.remote has no rows of model {model!r}")
+            raise ShardError(
+                f"table {table}: the server of embeddings.remote has no rows of model {model!r}; jgr embeddings upload "
+                "puts them there"
+            )
         self.header = found
 
     def read(self, rows: Int64) -> npt.NDArray[Any]:
         """See Shard. ShardError also for an answer that is late, or not of these rows."""
-        return self._server.read(rows, self.header)
+        with self._lock:
+            if not self._breaker.may(self._clock()):
+                raise ShardAway(
+                    f"table {self._table}: the server of embeddings.remote was not asked, since it failed "
+                    f"{self._breaker.failed_in_row} times in a row"
+                )
+        try:
+            found = self._server.read(rows, self.header)
+        except ShardError as error:
+            with self._lock:
+                self._breaker.failed(self._clock()) if isinstance(
+                    error, ShardAway
+                ) else self._breaker.worked()
+            raise
+        with self._lock:
+            self._breaker.worked()
+        return found
 
     def close(self) -> None:
         self._server.close()
@@ -115,7 +142,7 @@ class _Server:
                     raise ShardError(f"table {self._table}: embeddings.remote gave a wrong row {rows[place]}")
                 found[place] = np.frombuffer(data, header.numpy_dtype)
         if self._clock() > until_s:
-            raise ShardError(f"table {self._table}: embeddings.remote took over {self._timeout_s:g} s")
+            raise ShardAway(f"table {self._table}: embeddings.remote took over {self._timeout_s:g} s")
         return found
 
     def values(self, keys: list[str], row_bytes: int, until_s: float | None = None) -> list[bytes | None]:
@@ -131,7 +158,7 @@ class _Server:
             return self._redis.ask(*command, **bounds)
         except (redis.RedisError, OSError, ValueError, TypeError) as cause:
             # The last two come of options of the address.
-            raise ShardError(
+            raise ShardAway(
                 f"table {self._table}: the server of embeddings.remote failed: "
                 f"{one_line(cause) or type(cause).__name__}"
             ) from cause

@@ -37,6 +37,10 @@ class Shard(Protocol):
     def close(self) -> None: ...
 
 
+class ShardAway(ShardError):
+    """The shard did not answer at all, or not in time."""
+
+
 class LocalShard:
     """A file of this machine, see `TableFile`."""
 
@@ -73,6 +77,12 @@ class Shards:
         """By table: local and remote, rows that were read; failed, rows that could not be had."""
         for name, shards in self._tables.items():
             _fit(name, [shard.header for shard in shards])
+
+    def reopen(self, table: str, file: TableFile) -> None:
+        """Read the local rows of a table from a file that was opened anew, which has the same ones."""
+        self._tables[table] = tuple(
+            LocalShard(file) if isinstance(shard, LocalShard) else shard for shard in self._tables[table]
+        )
 
     def header(self, table: str) -> TableHeader:
         """What the rows of a table are."""

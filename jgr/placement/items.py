@@ -310,27 +310,6 @@ def burst(placement: ItemPlacement, rows: Iterable[int]) -> ItemPlacement:
     )  # fmt: skip
 
 
-def with_new_items(placement: ItemPlacement, frequency: Float64, tokens: Int64) -> ItemPlacement:
-    """An HRCS placement with m new items as rows n, n + 1, ..., which are sharded (BAT-12).
-
-    frequency: [m], the accesses that are expected, in the unit of the other items. tokens: [m]. Where memory is short
-    they take the places of colder items, or get none where they are the coldest. ValueError as for `Items`.
-    """
-    old = placement.items
-    items = Items(
-        np.concatenate([old.frequency, frequency]),
-        np.concatenate([old.tokens, tokens]),
-        old.bytes_per_token,
-        old.cell_tokens,
-    )
-    hot = placement.order[placement.replicated[placement.order]]
-    order = np.concatenate([hot, items.by_share[~np.isin(items.by_share, hot)]])
-    homes = placement.homes
-    if homes is not None:
-        homes = np.concatenate([homes, home(len(items), placement.workers.count)[len(old) :]])
-    return _place(items, placement.workers, order, len(hot), budget=placement.budget, homes=homes)
-
-
 def expected_bytes(
     placement: ItemPlacement, requests: Iterable[tuple[int, Int32]], *, whole_cells: bool = False
 ) -> Int64:

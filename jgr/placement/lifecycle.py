@@ -75,7 +75,7 @@ class Lifecycle:
         """Plan the steps from what is held now to `target`; they replace those that were left. absent: workers that are
         not there, and get nothing.
 
-        Call it between two steps. New frequencies, a burst (`items.burst`) and new items (`items.with_new_items`) all
+        Call it between two steps. New frequencies and a burst (`items.burst`) all
         come as a target. ValueError where the target is for other workers, or its rows are missing or take other room
         than before; AssertionError where it does not fit into memory.
         """

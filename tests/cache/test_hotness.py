@@ -105,6 +105,37 @@ def test_items_frequencies_are_sums_over_the_past(steps: list[tuple[int, list[in
     assert not len(left) or not len(rows) or left.max() <= frequency.min() * (1 + 1e-5)
 
 
+@given(
+    steps=st.lists(st.tuples(st.integers(0, 90), st.sets(st.integers(0, 5))), max_size=20),
+    at=st.integers(0, 20),
+    order=st.permutations(range(6)),
+)
+def test_counts_go_on_in_another_catalog_by_the_items_there(
+    steps: list[tuple[int, set[int]]], at: int, order: list[int]
+) -> None:
+    """As if all had been counted there; the last item of the old catalog is not in the new one, which has two more."""
+    old, new, whole, now = (
+        ItemFrequencies(6, WINDOW),
+        ItemFrequencies(7, WINDOW),
+        ItemFrequencies(7, WINDOW),
+        0,
+    )
+    for step, (wait, items) in enumerate(steps):
+        now += wait
+        new_rows = [order.index(item) if item < 5 else 6 for item in items]
+        (old.touch(sorted(items), 9, now) if step < at else new.touch(new_rows, 9, now))
+        whole.touch(new_rows, 9, now)
+    rows = old.hottest(6, now)[0]
+    rows = rows[rows < 5]
+    new.count_on(old, rows, np.array([order.index(row) for row in rows.tolist()], np.int32))
+    found, expected = (dict(zip(*each.hottest(7, now), strict=True)) for each in (new, whole))
+    if at:  # what was asked for of the item that is gone is gone too
+        expected.pop(6, None), found.pop(6, None)
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert new.requests(now) == pytest.approx(whole.requests(now))
+    assert new.user_tokens == pytest.approx(whole.user_tokens)
+
+
 def test_requests_that_nobody_sent_and_rows_that_are_not_there_do_not_count() -> None:
     seen = ItemFrequencies(3, WINDOW)
     seen.own.add((0, 1))

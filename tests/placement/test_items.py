@@ -24,7 +24,6 @@ from jgr.placement.items import (
     hash_items,
     hrcs,
     replicate,
-    with_new_items,
 )
 
 PLENTY = 1 << 40
@@ -195,13 +194,6 @@ def test_a_burst_is_replicated_even_if_others_are_dropped_for_it() -> None:
     assert most.replicated.tolist() == [False, False, False, True, True]
     with pytest.raises(ValueError, match=r"rows: must be in 0\.\.4"):
         burst(before, [5])
-
-
-def test_new_items_join_the_shards() -> None:
-    before = _hrcs(_items([0.5, 0.2, 0.1, 0.1, 0.1]), Workers(2, 200), 0.25)
-    after = with_new_items(before, np.array([0.05, 0.0]), np.array([10, 10]))
-    assert after.replicated.tolist() == [True, True, True, False, False, False, False]
-    assert after.owner.tolist() == [-1, -1, -1, 1, 0, 1, 0] and after.dropped.tolist() == []
 
 
 WORLDS = st.tuples(

@@ -20,7 +20,6 @@ from jgr.placement.items import (
     hash_items,
     hrcs,
     replicate,
-    with_new_items,
 )
 from jgr.placement.lifecycle import IllegalStep, Lifecycle, Step
 
@@ -78,12 +77,6 @@ class Swaps(RuleBasedStateMachine):
         target = burst(self.target, data.draw(st.lists(row, min_size=1, max_size=3)))
         target.check()
         self.go_to(target)
-
-    @precondition(lambda self: len(self.target.items) < 16)
-    @rule(rows=st.lists(st.tuples(FREQUENCIES, st.integers(1, 6)), min_size=1, max_size=3))
-    def new_items(self, rows: list[tuple[float, int]]) -> None:
-        frequency, tokens = np.array(rows).T
-        self.go_to(with_new_items(self.target, frequency, tokens.astype(np.int64)))
 
     @precondition(lambda self: self.cycle.steps)
     @rule(count=st.integers(1, 8))

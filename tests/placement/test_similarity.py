@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jgr.placement.items import Items, Workers, burst, hash_items, with_new_items
+from jgr.placement.items import Items, Workers, burst, hash_items
 from jgr.placement.lifecycle import Lifecycle, Step
 from jgr.placement.partition import imbalance_of
 from jgr.placement.similarity import FALLEN, NEIGHBOURS, Drift, best_share, graph, homes, hottest, similarity
@@ -118,13 +118,11 @@ def test_items_are_parted_anew_when_requests_find_less_of_them_together() -> Non
     assert not drift.due(11, 6, 0.5), "the level is that after the last partition"
 
 
-def test_homes_stay_with_bursts_and_new_items() -> None:
+def test_homes_stay_with_bursts() -> None:
     items, workers = Items(np.array([3.0, 2, 1, 1]), np.full(4, 10), 1), Workers(2, 100)
     placement = similarity(items, workers, np.array([1, 1, 0, 0], np.int32), hot=0)
     assert placement.owner.tolist() == [1, 1, 0, 0]
     assert burst(placement, [2]).owner.tolist() == [1, 1, -1, 0]
-    more = with_new_items(placement, np.array([1.0, 1.0]), np.array([10, 10]))
-    assert more.owner.tolist() == [1, 1, 0, 0, 0, 1]
     assert similarity(items, Workers(2, 15), np.array([1, 1, 0, 0], np.int32), hot=0).dropped.tolist() == [
         1,
         3,

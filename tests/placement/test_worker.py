@@ -17,7 +17,7 @@ import pytest
 from jgr.cache.entries import Content, Entry
 from jgr.cache.meta import CacheMeta
 from jgr.cache.pages import Pages, Room
-from jgr.placement.items import ItemPlacement, Items, Workers, burst, hash_items, hrcs, with_new_items
+from jgr.placement.items import ItemPlacement, Items, Workers, burst, hash_items, hrcs
 from jgr.placement.lifecycle import Lifecycle, Step
 from jgr.placement.worker import CacheWorker, item_name
 
@@ -138,19 +138,13 @@ class World:
         """Between two steps: a refresh by what is popular now, a burst, or new items."""
         if self.to_fill is not None:
             return
-        kind = self.rng.integers(3)
-        if kind == 0:
+        if self.rng.integers(2):
             self.rng.shuffle(self.frequency)
             self.target = self.place(self.items())
-        elif kind == 1:
+        else:
             rows = self.rng.integers(0, len(self.frequency), 2)
             self.frequency[rows] = self.frequency.max()
             self.target = burst(self.target, rows.tolist())
-        else:
-            new = np.array([5.0, 0.5])
-            tokens = [len(content(len(self.frequency) + more)) for more in range(2)]
-            self.frequency = np.concatenate([self.frequency, new])
-            self.target = with_new_items(self.target, new, np.array(tokens))
         self.cycle.plan(self.target)
 
     def check(self) -> None:

@@ -169,6 +169,7 @@ class ItemShare:
         prefill_ns = caching.planner("rank").compute_ns(max(1, round(seen.user_tokens)))
         lists, lengths = seen.lists()
         return {
+            "key": self._key(engine),
             "rows": rows.tobytes(),
             "frequency": frequency.tobytes(),
             "requests": seen.requests(now_ns),
@@ -271,6 +272,8 @@ class ItemShare:
         engine = self.engine()
         if engine is not self._engine:
             self._leave()
+            if self._engine is not None and engine is not None:
+                _count_on(self._engine, engine)
             self._engine, self._folder = engine, None
             self._worker += 1
             if engine is not None and self._kv:
@@ -484,3 +487,15 @@ class ItemShare:
         for part in portions(engine, left) if left else ():
             async with self._computing:
                 yield await compute(engine, part)
+
+
+def _count_on(before: Engine[ServedDecoder], after: Engine[ServedDecoder]) -> None:
+    """What was asked for of one catalog counts for the next one, by the items' ids; new ones begin with nothing."""
+    old, new = before.served.caching, after.served.caching
+    if old is None or new is None or old.frequencies is None or new.frequencies is None:
+        return
+    rows = old.frequencies.hottest(MOST_COUNTED, 0)[0]
+    ids = [before.catalog.item_ids[row] for row in rows.tolist()]
+    here, unknown = after.catalog.rows(ids)
+    gone = set(unknown)
+    new.frequencies.count_on(old.frequencies, rows[[item not in gone for item in ids]], here)

@@ -197,7 +197,10 @@ class Placements:
 
     async def _place(self, world: _World) -> ItemPlacement:
         """The placement by what the replicas have counted."""
-        counted = list((await self._fleet.items_all("counts")).values())
+        counts = (await self._fleet.items_all("counts")).values()
+        counted = [
+            each for each in counts if each["key"] == world.key
+        ]  # rows of another version are other items
         frequency = np.zeros(len(world.items))
         for each in counted:
             rows = np.frombuffer(each["rows"], np.int32)

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from msgspec.structs import replace
 from jgr.cache.pool import PoolLost
 from jgr.catalog.catalog import Catalog
 from jgr.serving.api import Answer, ModelInfo, Request, Timing
+from jgr.serving.engine import failures
 from jgr.serving.engine.contract import Progress, Served, Status
 from jgr.serving.engine.host import HINTS_YIELD, Host, refusal
 from jgr.serving.engine.journal import journal_at
@@ -43,8 +43,6 @@ from jgr.serving.policies.jobs import Job, Outcome, Rejected, Sort, Start
 from jgr.serving.policies.policy import Policy
 from jgr.serving.policies.soundness import broken
 from jgr.serving.prefill import Asked, Prefill, Prefilled
-
-_log = logging.getLogger(__name__)
 
 S = TypeVar("S", bound=Served[Any])
 
@@ -88,6 +86,7 @@ class Engine(Generic[S]):
         self.status: Status = "starting"
         self._policy: Policy[Any] = served.policy()
         self._lanes, self._host = Lanes(served.executors, clock), Host(clock)
+        self._failures = failures.Failures(clock)
         self._default_deadline_ms, self._job_ids = default_deadline_ms, itertools.count()
         self._tickets: dict[int, Ticket] = {}
         self._loop: asyncio.AbstractEventLoop
@@ -468,12 +467,12 @@ class Engine(Generic[S]):
                 self._pump_soon()
 
     def _fail(self, job_ids: Sequence[int], error: Exception) -> None:
-        """A run broke: one traceback in the log, an error for each of its requests, and the engine goes on."""
+        """A run broke: the log tells, each of its requests has an error, and the engine goes on."""
         self.metrics.executor_failures.inc()
         waited = [self._tickets[job_id] for job_id in job_ids if job_id in self._tickets]
         request_ids = ", ".join(ticket.request_id for ticket in waited if ticket.compare is None)
-        _log.error("the executor failed; requests: %s", request_ids, exc_info=error)
-        self._end(job_ids, partial(RequestError, "internal", "the model failed; see the server's log"))
+        self._failures.tell(error, request_ids)
+        self._end(job_ids, partial(failures.answer, error))
 
     def _expire(self, job_ids: Sequence[int]) -> None:
         self.metrics.deadline_expired.inc(len(job_ids))

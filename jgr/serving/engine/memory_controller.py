@@ -78,9 +78,12 @@ def make_controller(config: MemoryConfig, seed: int = 0) -> Controller:
     path = Path(config.file) if config.file else SHIPPED
     arrays = read_controller(path)
     try:
-        if config.controller == "predictor":
-            return Predictor(limits, Trees(arrays))
-        base = BasePolicy(arrays)
+        base, trees = (
+            BasePolicy(arrays),
+            Trees(arrays),
+        )  # all of it, whichever is read: it comes from one training
     except ControllerError as error:
         raise ControllerError(f"{path}: {error}") from None
+    if config.controller == "predictor":
+        return Predictor(limits, trees)
     return Ppo(limits, base) if config.controller == "ppo" else Full(limits, base, seed=seed)

@@ -18,6 +18,8 @@ from jgr.serving.policies.memory_signals import ACTIONS, FEATURES, STATE, Float3
 
 WIDTHS = (64, 128)
 """Units of the two hidden layers."""
+MOST_WEIGHT = 1e30
+"""Sums of 128 products of such weights and numbers of the state are finite in 32 bits."""
 
 
 class ControllerError(UserError):
@@ -72,6 +74,8 @@ class BasePolicy:
             )
             for at in range(3)
         ]
+        if max(float(np.abs(array).max()) for layer in self._layers for array in layer) > MOST_WEIGHT:
+            raise ControllerError(f"a weight is beyond {MOST_WEIGHT:g}, so that logits may be no numbers")
 
     def logits(self, state: Float32) -> Float32:
         """state: f32 [STATE] or [n, STATE]. Returns f32 [actions] or [n, actions]."""

@@ -97,6 +97,10 @@ def shards_of(table: TableFile, config: Config) -> list[Shard]:
     this table."""
     found: list[Shard] = [LocalShard(table)]
     of, settings = table.header, config.embeddings
+    if of.held < of.rows and not settings.remote:
+        raise ConfigError(
+            f"{table.path}: has {of.held} of {of.rows} rows; name the server that has the others, embeddings.remote"
+        )
     if settings.remote and of.name == tables.ITEMS:
         extras.require("redis", "embeddings.remote")
         from jgr.embeddings.redis_shard import RedisShard
@@ -211,4 +215,6 @@ def make_paging(
             f"features.store: its schema is {schema} now; the model that is served has records of {had} in the pool's "
             "pages, and another schema needs a start of the server"
         )
+    for table, file in files.items():
+        rows.source.reopen(table, file)  # the one that the lease began with may have been written to since
     return Paging(lease, rows, rows.source)

@@ -17,6 +17,7 @@ from jgr.serving.cluster.relay import Asked
 from jgr.serving.cluster.replica import Replica, Source
 
 RANK = "/v1/rank"
+ADMIN = [(b"authorization", b"Bearer 4dm1n")]
 
 
 class LocalReplica(Replica):
@@ -60,6 +61,12 @@ class LocalFleet:
         asked = Asked("POST", RANK, b"", headers, body)
         answered = await self.replicas[name].answer(glance(RANK, body), asked)
         assert answered.status == 200, answered.body
+        return json.loads(answered.body)
+
+    async def call(self, name: str, method: str, path: str, body: bytes = b"") -> Any:
+        """One replica's answer to any request."""
+        answered = await self.replicas[name].answer(glance(path, body), Asked(method, path, b"", ADMIN, body))
+        assert answered.status < 300, answered.body
         return json.loads(answered.body)
 
     async def series(self, name: str, series: str) -> dict[tuple[str, ...], float]:

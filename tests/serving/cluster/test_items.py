@@ -7,6 +7,7 @@ The reference is a replica without any of this. All replicas of the file serve o
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 import subprocess
 import sys
@@ -518,3 +519,39 @@ def test_a_change_of_catalog_places_items_anew(folder: Path) -> None:
         assert item_name(0).kind == "item"
 
     served(folder, ["fleet.items=hash"], run)
+
+
+@pytest.mark.parametrize("kind", ["hrcs", "similarity"])
+def test_what_was_hot_is_hot_in_the_next_catalog_by_its_id(folder: Path, kind: str) -> None:
+    """BAT-12: the items' order is reversed, one is gone, and its row another item's."""
+    old = load_catalog(folder / "catalog.jsonl")
+    symbols = [
+        {"item_id": item, "semantic_id": [f"<a_{row}>"], "metadata": old.metadata[row]}
+        for row, item in enumerate(old.item_ids)
+    ]
+    lines = "\n".join(json.dumps(each) for each in [*symbols[:0:-1], symbols[0] | {"item_id": "new"}])
+
+    async def run(fleet: LocalFleet) -> None:
+        assert await fleet.placements.look()
+        for name in "ab":
+            await fleet.rank(name, HISTORY, ["i0", "i7", "i9"])
+            await fleet.rank(name, HISTORY, ["i7", "i11"])
+        for name in "ab":
+            version = (await fleet.call(name, "POST", "/v1/catalogs", lines.encode()))["version"]
+            await fleet.call(name, "POST", f"/v1/catalogs/{version}/activate")
+            while (await fleet.call(name, "GET", "/v1/catalogs"))["activation"] == "running":
+                await asyncio.sleep(0.01)
+            assert share(fleet, name).about()["key"].endswith(version)
+            ids = share(fleet, name)._engine.catalog.item_ids
+            rows, frequency = (
+                np.frombuffer(share(fleet, name).counts()[of], dtype)
+                for of, dtype in (("rows", np.int32), ("frequency", np.float32))
+            )
+            found = {ids[row]: round(float(times), 2) for row, times in zip(rows, frequency, strict=True)}
+            assert found == {"i7": 2.0, "i9": 1.0, "i11": 1.0}
+            assert share(fleet, name).counts()["requests"] == pytest.approx(2, rel=0.01)
+        assert await fleet.placements.look()
+        hottest = placement_of(fleet).items.frequency.argmax()
+        assert share(fleet, "a")._engine.catalog.item_ids[hottest] == "i7"
+
+    served(folder, [f"fleet.items={kind}", "server.admin_key=4dm1n"], run)

@@ -5,6 +5,8 @@ whatever the pages hold and wherever the border stands (HLEM-1, HLEM-10)."""
 from __future__ import annotations
 
 import dataclasses
+import os
+import shutil
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -17,6 +19,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from jgr.cache.memory import Memory
 from jgr.cache.pool import PoolLost
 from jgr.catalog.catalog import save_catalog
 from jgr.config import Config, UserError, override
@@ -29,6 +32,7 @@ from jgr.models.table_file import TableFile
 from jgr.models.tables import ITEMS as ITEMS_TABLE
 from jgr.models.tables import path_of
 from jgr.serving.scorers.executors import PartWork
+from jgr.serving.scorers.loading import load_scorer_engine
 from jgr.serving.scorers.programs import Staging
 from jgr.serving.versions.loading import load_any
 from tests.features.redis_process import RedisProcess
@@ -213,6 +217,8 @@ def test_rows_that_a_dead_server_has_are_an_error_and_the_others_are_served(tmp_
     upload(server.address, msgspec.structs.replace(header, held=60), np.asarray(params.embed), 5.0)
     with pytest.raises(UserError, match="has 30 of 60 rows"):
         load_any(settings(folder))
+    with pytest.raises(UserError, match=r"items\.table: has 30 of 60 rows; name .*, embeddings\.remote"):
+        load_any(settings(folder, *PAGED))
     remote = (f"embeddings.remote={server.address}", "embeddings.timeout_ms=2000")
     with ScorerServer(settings(folder, *PAGED, *remote)) as served:
         here = {"history": ITEMS[:3], "candidates": ITEMS[10:14]}
@@ -221,9 +227,39 @@ def test_rows_that_a_dead_server_has_are_an_error_and_the_others_are_served(tmp_
         server.kill()
         assert served.rank(**there)["items"] == right  # they are on the device
         status, answer = served.call("/v1/rank", there | {"candidates": ITEMS[55:57]})
-        assert status == 500 and answer["error"]["type"] == "internal"
+        assert status == 503 and answer["error"]["type"] == "unavailable"
         assert served.metric('jgr_embedding_rows_total{event="failed",table="items"}') == 2
         assert len(served.rank(**here)["items"]) == 4
+
+
+@pytest.mark.parametrize("how", ["touched", "renamed"])
+def test_a_reload_reads_the_table_that_is_there_now(tmp_path: Path, how: str) -> None:
+    """A file that was written to is not read any more, until the model is loaded again; it may be the same bytes."""
+    config = settings(folder_of(tmp_path / "m", SASREC), *PAGED)
+    table, memory = tmp_path / "m" / TABLE, Memory.of(config)
+    first: Any = load_scorer_engine(config, memory=memory)
+    rows, known = first.served.paging.rows, np.arange(4, dtype=np.int32)
+    first.served.paging.border.start()
+    rows.compile("items", 4)
+    expected = np.asarray(draw(SASREC).embed)
+    assert (np.asarray(rows.rows("items", known)) == expected[known]).all()
+    if how == "renamed":
+        shutil.copyfile(table, tmp_path / "new")
+        os.replace(tmp_path / "new", table)
+    else:
+        os.utime(table, (1, 1))
+        with pytest.raises(ShardError, match="was written to while it is served"):
+            rows.rows("items", known + 8)
+        assert (np.asarray(rows.rows("items", known)) == expected[known]).all()  # these are on the device
+    second: Any = load_scorer_engine(config, memory=memory)
+    assert second.served.paging.rows is rows
+    assert (np.asarray(rows.rows("items", known + 8)) == expected[known + 8]).all()
+    if how == "renamed":  # it is the new file that is read
+        os.utime(table, (1, 1))
+        with pytest.raises(ShardError, match="was written to while it is served"):
+            rows.rows("items", known + 16)
+    for engine in (first, second):
+        engine.served.close(True)
 
 
 class Unreadable:

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is said of a run that failed: to the log, and to the requests that were in it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from jgr.fields import UserError
+from jgr.serving.errors import RETRY_AFTER_S, RequestError
+
+QUIET_NS = 5_000_000_000
+"""Between two lines of the log about what is not there, such as a dead shard: it fails many runs alike."""
+
+_log = logging.getLogger(__name__)
+
+
+class Failures:
+    """Of one engine's runs. clock: in ns.
+
+    A UserError says that what the model needs is not there, which is nobody's fault here and may be over soon. Anything
+    else is a fault: a traceback each.
+    """
+
+    def __init__(self, clock: Callable[[], int]) -> None:
+        self._clock, self._told_ns, self._untold = clock, -QUIET_NS, 0
+
+    def tell(self, error: Exception, request_ids: str) -> None:
+        """Log a failed run of these requests."""
+        if not isinstance(error, UserError):
+            _log.error("the executor failed; requests: %s", request_ids, exc_info=error)
+            return
+        now_ns = self._clock()
+        if now_ns - self._told_ns < QUIET_NS:
+            self._untold += 1
+            return
+        more = f"; {self._untold} runs before it failed as well" if self._untold else ""
+        _log.error("what a run needs is not there: %s; requests: %s%s", error, request_ids, more)
+        self._told_ns, self._untold = now_ns, 0
+
+
+def answer(error: Exception) -> RequestError:
+    """What a request is told whose run failed."""
+    if isinstance(error, UserError):
+        said = "what the model reads is not there now; see the server's log"
+        return RequestError("unavailable", said, retry_after_s=RETRY_AFTER_S)
+    return RequestError("internal", "the model failed; see the server's log")

@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the log and the requests are told of runs that failed."""
+
+from __future__ import annotations
+
+import pytest
+
+from jgr.fields import UserError
+from jgr.serving.engine.failures import QUIET_NS, Failures, answer
+
+
+def test_what_is_not_there_is_told_once_in_a_while_and_faults_each_time(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    now_ns = [0]
+    failures = Failures(lambda: now_ns[0])
+    away = UserError("table items: the server is away")
+    for request in range(5):
+        failures.tell(away, f"r{request}")
+    now_ns[0] = QUIET_NS
+    failures.tell(away, "r5")
+    failures.tell(ValueError("a fault"), "r6")
+    assert [record.getMessage() for record in caplog.records] == [
+        "what a run needs is not there: table items: the server is away; requests: r0",
+        "what a run needs is not there: table items: the server is away; requests: r5; 4 runs before it failed as well",
+        "the executor failed; requests: r6",
+    ]
+    assert [record.exc_info is not None for record in caplog.records] == [False, False, True]
+
+
+def test_clients_are_told_whether_to_try_again() -> None:
+    away, fault = answer(UserError("secret path")), answer(ValueError("secret path"))
+    assert (away.type, away.retry_after_s) == ("unavailable", 1)
+    assert fault.type == "internal"
+    assert "secret" not in f"{away}{fault}"
