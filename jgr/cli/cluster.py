@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -71,9 +72,10 @@ def main(argv: Sequence[str]) -> int:
         os.environ.setdefault(name, value)
 
     from jgr.serving.cluster.replica import Source
-    from jgr.serving.cluster.secret import require_token
+    from jgr.serving.cluster.secret import keep_token, require_token
 
     require_token(os.environ)  # Ray reads it when it is imported
+    keep_token(os.environ, Path.home())
 
     source = Source(
         tuple(map(os.path.abspath, argv)),

@@ -20,6 +20,7 @@ from weakref import WeakValueDictionary
 
 from jgr.serving.cluster.hints import Hint
 from jgr.serving.cluster.relay import Answered
+from jgr.serving.cluster.ways import stamp
 from jgr.serving.errors import RequestError
 from jgr.serving.policies.hedging import Hedging
 
@@ -149,7 +150,11 @@ class Attempts:
         name = str(next(_numbers))
         attempt = ATTEMPTS[name] = Attempt(now_ns, request.begun)
         hint = request.hint._replace(
-            sender=SENDER, attempt=name, tried=tried, waited_ms=(now_ns - request.arrival_ns) / 1e6
+            sender=SENDER,
+            attempt=name,
+            tried=tried,
+            waited_ms=(now_ns - request.arrival_ns) / 1e6,
+            sent=stamp(),
         )
         # Ray takes all calls in the context of a request for one; here each attempt has an end of its own.
         task = asyncio.create_task(self._send(hint, request.asked), context=contextvars.Context())

@@ -7,16 +7,20 @@ Ray calls `doors` in each proxy where RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH 
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import Any
 
 from starlette.middleware import Middleware
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.config import HTTP_PROTOCOLS
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from jgr.serving.cluster import ways
+from jgr.serving.cluster.hints import WORK
 from jgr.serving.cluster.relay import refusal, reply
 from jgr.serving.errors import RequestError
 from jgr.serving.http.bounds import MAX_HEAD_BYTES, REQUEST_ID
+from jgr.serving.policies.window import Window
 
 STEERS = (
     b"serve_multiplexed_model_id",
@@ -63,25 +67,58 @@ class Doors:
     """An ASGI application before another one."""
 
     def __init__(self, application: ASGIApp) -> None:
-        self._application = application
+        self._application, self._back, self._window = application, ways.Way(), Window()
+        self._refused = 0  # that no front was told of yet
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] in ("http", "websocket"):
-            headers = scope["headers"]
-            size = len(scope.get("raw_path") or b"") + len(scope["query_string"])
-            size += sum(len(name) + len(value) + 4 for name, value in headers)
-            if size > MAX_HEAD_BYTES and scope["type"] == "http":
-                error = RequestError(
-                    "head_too_large",
-                    f"the request line and the headers may have at most {MAX_HEAD_BYTES} bytes",
-                )
-                await reply(send, refusal(error, os.urandom(16).hex(), scope["path"]))
-                return
-            scope["headers"] = [each for each in headers if _passes(*each)]
-        await self._application(scope, receive, send)
+        if scope["type"] not in ("http", "websocket"):
+            return await self._application(scope, receive, send)
+        headers = scope["headers"]
+        size = len(scope["path"]) + len(scope["query_string"])
+        size += sum(len(name) + len(value) + 4 for name, value in headers)
+        if size > MAX_HEAD_BYTES and scope["type"] == "http":
+            what = f"the request line and the headers may have at most {MAX_HEAD_BYTES} bytes"
+            return await _refuse(RequestError("head_too_large", what), scope, send)
+        works = scope["type"] == "http" and scope["path"].endswith(WORK)
+        if works and not self._window.enter():
+            self._refused += 1
+            inside = self._window.inside
+            what = f"the fleet has {inside} requests in hand, and more would make all of them late"
+            return await _refuse(RequestError("overloaded", what), scope, send)
+        came = ways.stamp()
+        scope["headers"] = [
+            *(each for each in headers if _passes(*each)),
+            (ways.ARRIVED, ways.written(came, self._back.mean_ns, self._refused)),
+        ]
+        self._refused = 0
+        try:
+            await self._application(scope, receive, partial(self._pass_on, send, came))
+        finally:
+            if works:
+                self._window.leave()
+
+    async def _pass_on(self, send: Send, came: ways.Stamp, message: Message) -> None:
+        """Pass an answer on, and see how long it took to come here, and whether its request was held up."""
+        left = [value for name, value in message.get("headers", ()) if name == ways.LEFT]
+        if left:
+            moment, held_up, _ = ways.read(left[0])
+            self._back.took(ways.since_ns(moment))
+            if held_up != ways.UNTOLD:
+                self._window.answered(held_up != 0, came.at_ns, ways.stamp().at_ns)
+            message = {**message, "headers": [each for each in message["headers"] if each[0] != ways.LEFT]}
+        await send(message)
+
+
+async def _refuse(error: RequestError, scope: Scope, send: Send) -> None:
+    await reply(send, refusal(error, _request_id(scope) or os.urandom(16).hex(), scope["path"]))
+
+
+def _request_id(scope: Scope) -> str:
+    given = [value for name, value in scope["headers"] if name == b"x-request-id"]
+    return given[-1].decode() if given and REQUEST_ID.fullmatch(given[-1]) else ""
 
 
 def _passes(name: bytes, value: bytes) -> bool:
     if name == b"x-request-id":
         return REQUEST_ID.fullmatch(value) is not None  # without one Ray makes one up
-    return name.replace(b"-", b"_") not in STEERS
+    return name != ways.ARRIVED and name.replace(b"-", b"_") not in STEERS

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import time
 from contextlib import nullcontext, suppress
@@ -22,6 +23,7 @@ from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jgr.config import Config
+from jgr.serving.cluster import ways
 from jgr.serving.cluster.attempts import SENDER, Attempts
 from jgr.serving.cluster.hints import USERS, glance
 from jgr.serving.cluster.places import own_node, place
@@ -30,6 +32,7 @@ from jgr.serving.cluster.relay import Answered, Asked, Uploads, head, read, refu
 from jgr.serving.cluster.replicas import Replicas, begun, soon
 from jgr.serving.cluster.router import SERIES
 from jgr.serving.cluster.sending import Sending
+from jgr.serving.cluster.ways import ARRIVED, Stamp
 from jgr.serving.cluster.whole import Shared, best, erased, metrics, models, readiness, scraped_by
 from jgr.serving.engine.tracing import tracing
 from jgr.serving.errors import RequestError
@@ -41,6 +44,7 @@ from jgr.serving.http.keys import Keys
 from jgr.serving.http.operations import open_paths
 from jgr.serving.http.server import who
 from jgr.serving.policies.hedging import Hedging
+from jgr.serving.policies.window import held_up
 
 HEALTH, READY = ("/health/", "/v2/health/"), "/health/ready"
 HEALTH_S = 0.5
@@ -81,6 +85,7 @@ class Front:
         traces = tracing(config.server, time.monotonic_ns, place(SENDER, own_node()))
         self._scrapes, self._uploads = Shared(), Uploads()
         self._default_ms = config.server.default_deadline_ms
+        self._back = ways.Way()
         fleet = config.fleet
         self._attempts = Attempts(
             Sending(self._replicas.answer, SERIES, fleet.routing, traces).answer,
@@ -99,10 +104,12 @@ class Front:
         return application  # a function: uvicorn takes a method for an application of ASGI 2
 
     async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
-        arrival_s, request_id = time.monotonic(), ""
+        way, request_id = _Way(), ""
         for name, value in scope["headers"]:
             if name == b"x-request-id" and REQUEST_ID.fullmatch(value):
                 request_id = value.decode()
+            elif name == ARRIVED:
+                way.read(value)
         request_id = request_id or os.urandom(16).hex()
         path = own_path(scope["path"], self._config.server.base_path)
         try:
@@ -111,9 +118,9 @@ class Front:
             with self._uploads.one() if upload else nullcontext():
                 # Of who may not ask no body is read: a replica refuses by the head alone.
                 asked = head(scope) if tenant is None else await self._read(scope, receive, upload)
-                headers = [each for each in asked.headers if each[0] != b"x-request-id"]
+                headers = [each for each in asked.headers if each[0] not in (b"x-request-id", ARRIVED)]
                 asked = asked._replace(headers=[*headers, (b"x-request-id", request_id.encode())])
-                answered = await self._answer(path, asked, arrival_s, tenant or "")
+                answered = await self._answer(path, asked, way, tenant or "")
         except ConnectionError:
             return
         except RequestError as error:  # one that Ray brings from the coordinator is one too
@@ -124,6 +131,8 @@ class Front:
                 RequestError("unavailable", "not all replicas answered; try again"), request_id, path
             )
         headers = [each for each in answered.headers if each[0] != b"x-request-id"]  # which Ray's proxy sends
+        if way.tells:
+            headers.append((ways.LEFT, ways.written(ways.stamp(), way.told)))
         await reply(send, answered._replace(headers=headers))
 
     async def _read(self, scope: Scope, receive: Receive, upload: bool) -> Asked:
@@ -132,7 +141,7 @@ class Front:
             return await read(scope, receive, self._max_upload_bytes, UPLOAD_TIMEOUT_S, READ_TIMEOUT_S)
         return await read(scope, receive, self._config.server.max_body_bytes, READ_TIMEOUT_S)
 
-    async def _answer(self, path: str, asked: Asked, arrival_s: float, tenant: str) -> Answered:
+    async def _answer(self, path: str, asked: Asked, way: _Way, tenant: str) -> Answered:
         if changes(asked.method, path):
             return await self._change(path, asked)
         if asked.method == "DELETE" and path.startswith(USERS):
@@ -148,7 +157,7 @@ class Front:
                 self._replicas.answers(asked), self._replicas.about_soon(), self._last()
             )
             return models(best(found), about, last)
-        return await self._ask_one(path, asked, arrival_s, tenant)
+        return await self._ask_one(path, asked, way, tenant)
 
     async def _change(self, path: str, asked: Asked) -> Answered:
         """What the first replica answers to a change. Raises RequestError where that does not come in time."""
@@ -172,13 +181,25 @@ class Front:
             return next(iter(await soon(self._rollouts, "last")), None)
         return None
 
-    async def _ask_one(self, path: str, asked: Asked, arrival_s: float, tenant: str) -> Answered:
-        """One replica's answer; another's where it dies or is silent."""
+    async def _ask_one(self, path: str, asked: Asked, way: _Way, tenant: str) -> Answered:
+        """One replica's answer; another's where it dies or is silent. Raises RequestError at once where an answer would
+        be too late however soon a replica has it."""
         hint = glance(path, asked.body, tenant, profiled=self._config.fleet.routing == "hlem")
         left_ms = hint.left_ms or self._default_ms
-        arrival_ns = round(arrival_s * 1e9)
-        until_ns = None if left_ms is None else arrival_ns + round((left_ms / 1e3 + GRACE_S) * 1e9)
-        return await self._attempts.answer(hint._replace(left_ms=left_ms), asked, arrival_ns, until_ns)
+        hint, until_ns, most_ns = hint._replace(left_ms=left_ms), None, math.inf
+        there_ns = time.monotonic_ns() - way.arrival_ns
+        if left_ms is not None:
+            most_ns = left_ms * 1e6
+            until_ns = way.arrival_ns + round(most_ns + GRACE_S * 1e9)
+            back_ns = self._back.mean_ns + way.back_ns
+            way.told = float(held_up(there_ns + back_ns, most_ns))
+            ways.refuse_late(there_ns, back_ns, most_ns)
+        answered = await self._attempts.answer(hint, asked, way.arrival_ns, until_ns)
+        back = ways.since_ns(Stamp(*answered.ended))
+        self._back.took(back)
+        if left_ms is not None:
+            way.told = float(held_up(there_ns + answered.came_ns + (back or 0) + way.back_ns, most_ns))
+        return answered
 
     def _charge(self, scope: Scope, path: str) -> str | None:
         """Take a token of the caller's rate, which no replica does; returns what the names of the caller's users begin
@@ -207,6 +228,23 @@ class Front:
     async def series(self) -> str:
         """This front's own series."""
         return SERIES.text()
+
+
+class _Way:
+    """arrival_ns: when the request came to the fleet. back_ns: how long its answer will be with Ray's proxy. tells:
+    whether that has said so. told: whether the request was held up, which the proxy is to be told; see `ways.UNTOLD`.
+    """
+
+    def __init__(self) -> None:
+        self.arrival_ns, self.back_ns, self.told, self.tells = time.monotonic_ns(), 0.0, ways.UNTOLD, False
+
+    def read(self, value: bytes) -> None:
+        """Read what the proxy says."""
+        arrived, self.back_ns, held_off = ways.read(value)
+        self.arrival_ns -= ways.since_ns(arrived) or 0
+        self.tells = True
+        if held_off > 0:
+            SERIES.held_off(held_off)
 
 
 def changes(method: str, path: str) -> bool:

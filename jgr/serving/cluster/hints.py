@@ -11,6 +11,7 @@ from msgspec import Struct
 
 from jgr.serving.api import MAX_DEADLINE_MS
 from jgr.serving.cluster.protocol import sent
+from jgr.serving.cluster.ways import Stamp
 from jgr.serving.http.decoding import UNREADABLE
 from jgr.serving.known_items import user_entry
 from jgr.serving.policies.shards import profile
@@ -21,12 +22,12 @@ USERS, PREFILL = "/v1/users/", "/prefill"
 
 class Hint(NamedTuple):
     """user: the name of the user's cache entries, "" for nobody. events: of the history. items: ids of the candidates.
-    left_ms: the deadline, from the arrival at the fleet; None: there is none. waited_ms: how long ago that was. to: the
-    replica that is meant; "": any. sender: the router's name. tried: replicas that come last, since they have failed
-    the request or are silent. attempt: the name of this attempt at the request, see `attempts.ATTEMPTS`. model, layout:
-    that the request names; "": none. shards: those of the embedding rows that the history reads most, see
-    `shards.profile`. expected: replicas that the router may send it to, each with the tokens that it should compute;
-    empty: no router has chosen.
+    left_ms: the deadline, from the arrival at the fleet; None: there is none. waited_ms: how long ago that was when it
+    was sent, at the moment `sent`. to: the replica that is meant; "": any. sender: the router's name. tried: replicas
+    that come last, since they have failed the request or are silent. attempt: the name of this attempt at the request,
+    see `attempts.ATTEMPTS`. model, layout: that the request names; "": none. shards: those of the embedding rows that
+    the history reads most, see `shards.profile`. expected: replicas that the router may send it to, each with the
+    tokens that it should compute; empty: no router has chosen.
     """
 
     user: str = ""
@@ -34,6 +35,7 @@ class Hint(NamedTuple):
     items: tuple[str, ...] = ()
     left_ms: float | None = None
     waited_ms: float = 0.0
+    sent: Stamp = Stamp()
     to: str = ""
     sender: str = ""
     tried: tuple[str, ...] = ()

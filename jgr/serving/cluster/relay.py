@@ -12,6 +12,7 @@ from urllib.parse import unquote
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jgr.serving.cluster.protocol import sent
+from jgr.serving.cluster.ways import Stamp
 from jgr.serving.errors import STATUS, RequestError
 from jgr.serving.http.refusals import TRY_AGAIN, error_body
 
@@ -33,11 +34,13 @@ class Asked(NamedTuple):
 
 
 class Answered(NamedTuple):
-    """The whole answer to a request."""
+    """The whole answer to a request. ended: when a replica had it; came_ns: how long its request took to come there."""
 
     status: int
     headers: Headers
     body: bytes
+    ended: Stamp = Stamp()
+    came_ns: int = 0
 
     def __reduce__(self) -> Any:
         return sent(self)

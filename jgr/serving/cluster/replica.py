@@ -24,6 +24,7 @@ from jgr.serving.cluster.record import Record, States, served
 from jgr.serving.cluster.relay import Answered, Asked, ask
 from jgr.serving.cluster.reports import Shape, ask_of, expected
 from jgr.serving.cluster.shapes import ns_per_token, shape
+from jgr.serving.cluster.ways import Stamp, since_ns, stamp
 from jgr.serving.engine.journal import journal_at, of_replica
 from jgr.serving.errors import RequestError
 from jgr.serving.fleet_api import ReplicaInfo, ServedVersion
@@ -169,6 +170,8 @@ class Replica:
     async def answer(self, hint: Hint, asked: Asked) -> Answered:
         """The answer of the HTTP application."""
         hint, asked = received(Hint, hint), received(Asked, asked)
+        came_ns = since_ns(Stamp(*hint.sent)) or 0  # it was with Ray's event loops for so long
+        hint = hint._replace(waited_ms=hint.waited_ms + came_ns / 1e6)
         if hint.to not in ("", self.name):  # that one is gone
             raise RequestError("unavailable", f"replica {hint.to} is gone")
         wanted, begun_ns = ask_of(hint, self._shape), self._now_ns()
@@ -183,7 +186,8 @@ class Replica:
             if self.item_share is not None and hint.items:
                 fetched = await self.item_share.fetch(hint, wanted.user_tokens)
             waited_ns = round(hint.waited_ms * 1e6) + self._now_ns() - begun_ns
-            return await ask(self._app, asked, **{"jgr.waited_ns": waited_ns, "jgr.charged": True})
+            answered = await ask(self._app, asked, **{"jgr.waited_ns": waited_ns, "jgr.charged": True})
+            return answered._replace(ended=stamp(), came_ns=came_ns)
         finally:
             for work in (self._work, self._waiting):
                 work.end(hint.sender, tokens, self._now_ns())

@@ -7,7 +7,10 @@ served only where Ray asks every caller for a token, or for a certificate; see d
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+import os
+import secrets
+from collections.abc import Mapping, MutableMapping
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from jgr.config import UserError
@@ -27,6 +30,28 @@ def require_token(environment: MutableMapping[str, str]) -> None:
     mode = environment.setdefault(MODE, "token")
     if mode.lower() != "token":
         raise UserError(f"{MODE}={mode}: whoever reaches a replica's port could run code in it; {HOW}")
+
+
+def keep_token(environment: Mapping[str, str], home: Path) -> None:
+    """See to it that nobody else of this machine reads the token that Ray takes where none is named. Ray writes it as
+    the umask says, so it is written here before; one that is there is made private. Raises UserError where it cannot be.
+    """
+    if any(environment.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")):
+        return
+    path = home / ".ray" / "auth_token"
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        except FileExistsError:
+            path.chmod(0o600)
+            return
+        with os.fdopen(handle, "w") as file:
+            file.write(secrets.token_hex(32))
+    except OSError as error:
+        raise UserError(
+            f"{path}: the token of Ray's cluster cannot be kept private: {error.strerror}"
+        ) from None
 
 
 def require_closed(address: str) -> None:

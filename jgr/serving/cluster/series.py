@@ -35,6 +35,7 @@ class Series:
         self._attempts = {end: attempts.labels(front, end) for end in ENDS}
         self._retries = counter("jgr_fleet_retries").labels(front)
         self._refused = counter("jgr_fleet_refused").labels(front)
+        self._held_off = counter("jgr_fleet_held_off").labels(front)
         name = "jgr_fleet_decision_seconds"
         self._decisions = Histogram(
             name, TEXTS[name], ("front",), registry=registry, buckets=DECISIONS
@@ -81,6 +82,10 @@ class Series:
     def refused(self) -> None:
         """A key's quota was used up."""
         self._refused.inc()
+
+    def held_off(self, count: int) -> None:
+        """A proxy tells that it refused so many, since more would have been late."""
+        self._held_off.inc(count)
 
     def ended(self, outcome: str) -> None:
         """An attempt has ended as one of ENDS."""

@@ -83,6 +83,7 @@ TEXTS = {
     "jgr_fleet_tokens_in_flight": (
         "Tokens that a replica should compute of what this front has sent there and what has not ended."
     ),
+    "jgr_fleet_held_off": "Requests that Ray's proxies refused, since more of them would have been late.",
     "jgr_fleet_refused": "Requests that a front refused since a key's quota was used up.",
 }
 """What the families tell of that not every server has."""

@@ -16,6 +16,7 @@ from uvicorn.server import ServerState
 
 from jgr.serving.cluster.doors import MOST_READ, doors
 from jgr.serving.cluster.relay import Answered, Asked, ask, reply
+from jgr.serving.cluster.ways import ARRIVED
 from jgr.serving.http.bounds import MAX_HEAD_BYTES
 
 
@@ -85,4 +86,5 @@ def test_headers_that_ray_fails_at_or_is_steered_by_are_left_out() -> None:
         (b"x-request-disconnect-disabled", b"?1"),
         (b"x-request-disconnect-disabled", b"\xff"),
     ]
-    assert asked(*left_out, *kept)[1] == kept
+    *came, (name, _) = asked(*left_out, *kept)[1]
+    assert (came, name) == (kept, ARRIVED)

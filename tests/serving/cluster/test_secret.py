@@ -3,14 +3,16 @@
 
 from __future__ import annotations
 
+import stat
 from concurrent import futures
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
 from jgr.config import UserError
-from jgr.serving.cluster.secret import is_open, require_closed, require_token
+from jgr.serving.cluster.secret import is_open, keep_token, require_closed, require_token
 
 
 class Head(grpc.GenericRpcHandler):
@@ -83,3 +85,20 @@ def test_ray_asks_for_its_token_unless_it_is_told_not_to() -> None:
     require_token({"RAY_AUTH_MODE": "TOKEN"})
     with pytest.raises(UserError, match="RAY_AUTH_MODE=disabled: whoever reaches"):
         require_token({"RAY_AUTH_MODE": "disabled"})
+
+
+def test_the_token_is_private(tmp_path: Path) -> None:
+    """Ray makes it with the rights that files have by default."""
+    path = tmp_path / ".ray" / "auth_token"
+    for given in ({"RAY_AUTH_TOKEN": "t"}, {"RAY_AUTH_TOKEN_PATH": "/t"}):
+        keep_token(given, tmp_path)
+        assert not path.parent.exists(), "another one is taken"
+    keep_token({}, tmp_path)
+    token = path.read_text()
+    assert len(token) == 64 and int(token, 16) and stat.S_IMODE(path.stat().st_mode) == 0o600
+    path.chmod(0o644)
+    keep_token({}, tmp_path)
+    assert path.read_text() == token and stat.S_IMODE(path.stat().st_mode) == 0o600
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="auth_token: the token of Ray's cluster cannot be kept private"):
+        keep_token({}, tmp_path / "file")

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many requests are let in at a time, by hand and beside a queue whose capacity is known."""
+
+from __future__ import annotations
+
+import pytest
+
+from jgr.serving.policies.window import FIRST, HELD_NS, LEAST, LESS, MOST, Window, held_up
+
+MS = 1_000_000
+
+
+def test_who_is_held_up() -> None:
+    assert not held_up(HELD_NS, 1 * MS), "a deadline that no fleet meets says nothing of this one"
+    assert held_up(HELD_NS + 1, 100 * MS)
+    assert not held_up(75 * MS, 300 * MS) and held_up(75 * MS + 1, 300 * MS)
+    assert not held_up(1e12, float("inf"))
+
+
+def test_the_window_becomes_smaller_once_for_all_that_were_inside() -> None:
+    window = Window()
+    assert sum(window.enter() for _ in range(100)) == FIRST == window.inside
+    for came_ns in (5, 6, 7):
+        window.answered(True, came_ns, 10)
+    assert window.size == FIRST * LESS
+    window.answered(True, 9, 11)
+    window.answered(True, 10, 12)
+    assert window.size == FIRST * LESS**2
+    for _ in range(50):
+        window.leave()
+    assert window.inside == 14 and window.enter()
+    for now_ns in range(100, 300):
+        window.answered(True, now_ns, now_ns)
+    assert window.size == LEAST
+
+
+def test_it_becomes_larger_by_one_a_turn_where_it_is_what_keeps_them_few() -> None:
+    window = Window()
+    window.answered(False, 0, 1)
+    assert window.size == FIRST, "nobody was refused for it"
+    while window.enter():
+        pass
+    for _ in range(int(FIRST)):
+        window.answered(False, 0, 1)
+    assert window.size == pytest.approx(FIRST + 1, abs=0.01)
+    window.size = window.inside = MOST
+    window.answered(False, 0, 1)
+    assert window.size == MOST
+
+
+@pytest.mark.parametrize("work_ms", [1, 5])
+def test_it_finds_the_number_that_a_queue_serves_in_time(work_ms: int) -> None:
+    """One server, first in first out; a request is held up where it waits for more than 75 ms. Callers ask all the
+    time, so without a window all of them would wait for ever longer."""
+    window, queue, now_ns, waits = Window(), list[int](), 0, list[int]()
+    for _ in range(4000):
+        while window.enter():
+            queue.append(now_ns)
+        came_ns = queue.pop(0)
+        wait_ns = now_ns - came_ns
+        now_ns += work_ms * MS
+        waits.append(wait_ns)
+        window.leave()
+        window.answered(held_up(wait_ns, 300 * MS), came_ns, now_ns)
+    late = waits[1000:]
+    assert 0.6 * 75 * MS < sum(late) / len(late) < 80 * MS
+    assert max(late) < 100 * MS
