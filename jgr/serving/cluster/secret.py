@@ -34,7 +34,7 @@ def require_token(environment: MutableMapping[str, str]) -> None:
 
 def keep_token(environment: Mapping[str, str], home: Path) -> None:
     """See to it that nobody else of this machine reads the token that Ray takes where none is named. Ray writes it as
-    the umask says, so it is written here before; one that is there is made private. Raises UserError where it cannot be.
+    the umask says, so it is written here before; one that is there is made private. Raises UserError where that fails.
     """
     if any(environment.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")):
         return
