@@ -764,7 +764,7 @@ TITLES: tuple[tuple[str, str], ...] = (
         r"routing-simulated-imbalance",
         "The most over the mean of the work in flight at eight nodes, averaged over time; worst case, simulated",
     ),
-    # fleet_items, fleet_faults, fleet_equality, fleet_scaling
+    # fleet_items, fleet_faults, fleet_equality, fleet_scaling, fleet_overload
     (
         r"fleet-items-bytes-against-prediction",
         "The largest share by which a link's bytes differ from what the placement predicts",
@@ -780,8 +780,16 @@ TITLES: tuple[tuple[str, str], ...] = (
         "Computed tokens with {placed1}, over {placed2}; {gbit} Gb/s emulated, {memory} memory",
     ),
     (r"fleet-scaling-grown", "Seconds of load until a fleet has one replica more"),
-    (r"fleet-(?P<of>faults|equality|scaling)-wrong", "Answers of a fleet that are not those of one engine; {of}"),
-    (r"fleet-(?P<of>faults|equality|scaling)-lost", "Requests that a fleet has lost; {of}"),
+    (
+        r"fleet-(?P<of>faults|equality|scaling|overload)-wrong",
+        "Answers of a fleet that are not those of one engine; {of}",
+    ),
+    (r"fleet-(?P<of>faults|equality|scaling|overload)-lost", "Requests that a fleet has lost; {of}"),
+    (
+        r"fleet-overload-in-time",
+        "Answers in time a second of a fleet asked by 40 callers at once, over those that 4 callers get",
+    ),
+    (r"fleet-overload-late", "Share of a fleet's answers that come after their deadline, asked by 40 callers at once"),
     (r"fleet-faults-not-whole", "Faults after which a fleet was not whole again within a minute"),
     (r"fleet-faults-missed", "Requests later than 2 s after a replica was killed that were not answered in time"),
     (r"fleet-faults-whole", "Seconds until a replica that was killed is replaced"),
