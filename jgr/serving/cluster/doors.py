@@ -6,6 +6,7 @@ Ray calls `doors` in each proxy where RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH 
 
 from __future__ import annotations
 
+import asyncio
 import os
 from functools import partial
 from typing import Any
@@ -19,7 +20,7 @@ from jgr.serving.cluster import ways
 from jgr.serving.cluster.hints import WORK
 from jgr.serving.cluster.relay import refusal, reply
 from jgr.serving.errors import RequestError
-from jgr.serving.http.bounds import MAX_HEAD_BYTES, REQUEST_ID
+from jgr.serving.http.bounds import MAX_HEAD_BYTES, READ_TIMEOUT_S, REQUEST_ID
 from jgr.serving.policies.window import Window
 
 STEERS = (
@@ -74,28 +75,58 @@ class Doors:
         if scope["type"] not in ("http", "websocket"):
             return await self._application(scope, receive, send)
         headers = scope["headers"]
-        size = len(scope["path"]) + len(scope["query_string"])
+        size = len(scope.get("raw_path") or b"") + len(scope["query_string"])
         size += sum(len(name) + len(value) + 4 for name, value in headers)
         if size > MAX_HEAD_BYTES and scope["type"] == "http":
             what = f"the request line and the headers may have at most {MAX_HEAD_BYTES} bytes"
             return await _refuse(RequestError("head_too_large", what), scope, send)
-        works = scope["type"] == "http" and scope["path"].endswith(WORK)
-        if works and not self._window.enter():
+        if scope["type"] == "http" and scope["path"].endswith(WORK):
+            return await self._let_in(scope, receive, send)
+        await self._pass_in(scope, receive, send)
+
+    async def _let_in(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let a request for a model's work in, or refuse it. It counts from when its body is there: a client that is
+        slow to send it keeps no others out."""
+        try:
+            async with asyncio.timeout(READ_TIMEOUT_S):
+                first: Message | None = await receive()
+        except TimeoutError:
+            return await _refuse(RequestError("invalid_http", "the body did not come in time"), scope, send)
+        assert first is not None
+        if first["type"] == "http.disconnect":
+            return
+        inside = not first.get("more_body", False)
+        if inside and not self._window.enter():
             self._refused += 1
-            inside = self._window.inside
-            what = f"the fleet has {inside} requests in hand, and more would make all of them late"
+            hand = self._window.inside
+            what = f"the fleet has {hand} requests in hand, and more would make all of them late"
             return await _refuse(RequestError("overloaded", what), scope, send)
+
+        async def received() -> Message:
+            nonlocal first, inside
+            if first is not None:
+                message, first = first, None
+                return message
+            message = await receive()
+            if not inside and message["type"] == "http.request" and not message.get("more_body", False):
+                inside = True
+                self._window.inside += 1  # its beginning was passed on already
+            return message
+
+        try:
+            await self._pass_in(scope, received, send)
+        finally:
+            if inside:
+                self._window.leave()
+
+    async def _pass_in(self, scope: Scope, receive: Receive, send: Send) -> None:
         came = ways.stamp()
         scope["headers"] = [
-            *(each for each in headers if _passes(*each)),
+            *(each for each in scope["headers"] if _passes(*each)),
             (ways.ARRIVED, ways.written(came, self._back.mean_ns, self._refused)),
         ]
         self._refused = 0
-        try:
-            await self._application(scope, receive, partial(self._pass_on, send, came))
-        finally:
-            if works:
-                self._window.leave()
+        await self._application(scope, receive, partial(self._pass_on, send, came))
 
     async def _pass_on(self, send: Send, came: ways.Stamp, message: Message) -> None:
         """Pass an answer on, and see how long it took to come here, and whether its request was held up."""

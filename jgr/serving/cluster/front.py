@@ -36,9 +36,9 @@ from jgr.serving.cluster.ways import ARRIVED, Stamp
 from jgr.serving.cluster.whole import Shared, best, erased, metrics, models, readiness, scraped_by
 from jgr.serving.engine.tracing import tracing
 from jgr.serving.errors import RequestError
-from jgr.serving.http.bounds import REQUEST_ID
+from jgr.serving.http.bounds import READ_TIMEOUT_S, REQUEST_ID
 from jgr.serving.http.cold import ADMIN_PATHS, UPLOAD_PATH
-from jgr.serving.http.connection import READ_TIMEOUT_S, UPLOAD_TIMEOUT_S
+from jgr.serving.http.connection import UPLOAD_TIMEOUT_S
 from jgr.serving.http.front import own_path
 from jgr.serving.http.keys import Keys
 from jgr.serving.http.operations import open_paths
@@ -192,13 +192,14 @@ class Front:
             most_ns = left_ms * 1e6
             until_ns = way.arrival_ns + round(most_ns + GRACE_S * 1e9)
             back_ns = self._back.mean_ns + way.back_ns
-            way.told = float(held_up(there_ns + back_ns, most_ns))
+            way.told = float(held_up(way.there_ns + back_ns, most_ns))
             ways.refuse_late(there_ns, back_ns, most_ns)
         answered = await self._attempts.answer(hint, asked, way.arrival_ns, until_ns)
         back = ways.since_ns(Stamp(*answered.ended))
         self._back.took(back)
         if left_ms is not None:
-            way.told = float(held_up(there_ns + answered.came_ns + (back or 0) + way.back_ns, most_ns))
+            way_ns = way.there_ns + answered.came_ns + (back or 0) + way.back_ns
+            way.told = float(held_up(way_ns, most_ns))
         return answered
 
     def _charge(self, scope: Scope, path: str) -> str | None:
@@ -231,18 +232,19 @@ class Front:
 
 
 class _Way:
-    """arrival_ns: when the request came to the fleet. back_ns: how long its answer will be with Ray's proxy. tells:
-    whether that has said so. told: whether the request was held up, which the proxy is to be told; see `ways.UNTOLD`.
-    """
+    """arrival_ns: when the request came to the fleet. there_ns: how long it was on its way here, without what its
+    client takes to send the body. back_ns: how long its answer will be with Ray's proxy. tells: whether that has said so.
+    told: whether the request was held up, which the proxy is to be told; see `ways.UNTOLD`."""
 
     def __init__(self) -> None:
-        self.arrival_ns, self.back_ns, self.told, self.tells = time.monotonic_ns(), 0.0, ways.UNTOLD, False
+        self.arrival_ns, self.there_ns, self.back_ns = time.monotonic_ns(), 0, 0.0
+        self.told, self.tells = ways.UNTOLD, False
 
     def read(self, value: bytes) -> None:
         """Read what the proxy says."""
         arrived, self.back_ns, held_off = ways.read(value)
-        self.arrival_ns -= ways.since_ns(arrived) or 0
-        self.tells = True
+        self.there_ns, self.tells = ways.since_ns(arrived) or 0, True
+        self.arrival_ns -= self.there_ns
         if held_off > 0:
             SERIES.held_off(held_off)
 

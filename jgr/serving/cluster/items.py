@@ -31,13 +31,7 @@ from jgr.placement.kv_folder import KvFolder
 from jgr.placement.landing import TransportError
 from jgr.placement.nixl import nixl_reader
 from jgr.placement.shared_items import Block, SharedItems
-from jgr.placement.transport import (
-    Bucket,
-    ItemServer,
-    Peer,
-    SocketTransport,
-    machine,
-)
+from jgr.placement.transport import Bucket, ItemServer, Peer, SocketTransport, machine
 from jgr.placement.worker import item_name
 from jgr.serving.cluster.hints import Hint
 from jgr.serving.cluster.nodes import STEP_S, Node, View, from_folder, from_peer, lend

@@ -7,3 +7,5 @@ import re
 
 MAX_HEAD_BYTES = 1 << 16
 REQUEST_ID = re.compile(rb"[\x20-\x7e]{1,128}")
+READ_TIMEOUT_S = 10.0
+"""Seconds in which a request must arrive, head and body."""

@@ -22,13 +22,12 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from jgr.serving.errors import RETRY_AFTER_S, STATUS, RequestError
-from jgr.serving.http.bounds import MAX_HEAD_BYTES
+from jgr.serving.http.bounds import MAX_HEAD_BYTES, READ_TIMEOUT_S
 from jgr.serving.http.cold import UPLOAD_PATH
 from jgr.serving.http.front import own_path
 from jgr.serving.http.refusals import error_body
 from jgr.serving.http.server import Departure, Headers, Visit
 
-READ_TIMEOUT_S = 10.0
 UPLOAD_TIMEOUT_S = 600.0
 """Seconds in which the body of a catalog must arrive; `READ_TIMEOUT_S` without a byte end it too."""
 MAX_PIPELINED = 16

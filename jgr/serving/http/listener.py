@@ -30,7 +30,8 @@ import uvicorn
 from jgr.config import Config, ServerConfig, UserError
 from jgr.serving.engine.contract import Progress
 from jgr.serving.engine.engine import AnyEngine
-from jgr.serving.http.connection import READ_TIMEOUT_S, Limits, Protocol
+from jgr.serving.http.bounds import READ_TIMEOUT_S
+from jgr.serving.http.connection import Limits, Protocol
 from jgr.serving.http.front import check_grpc, check_tls, front
 from jgr.serving.http.ports import bind, listen
 from jgr.serving.http.server import App

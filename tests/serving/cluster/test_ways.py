@@ -9,9 +9,9 @@ import pickle
 import time
 
 import pytest
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
-from jgr.serving.cluster import ways
+from jgr.serving.cluster import doors, ways
 from jgr.serving.cluster.doors import Doors
 from jgr.serving.cluster.relay import Answered, Asked, ask, reply
 from jgr.serving.cluster.ways import ARRIVED, HALF_NS, LEFT, RATE, Stamp, Way, refuse_late
@@ -119,5 +119,57 @@ def test_a_door_lets_in_as_many_as_are_not_held_up_and_tells_of_the_others() -> 
         for _ in range(100):
             await five(door)
         assert await five(door) == [200] * 5
+
+    asyncio.run(run())
+
+
+def test_who_is_slow_to_send_a_body_keeps_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What such a client sends is passed on as it comes, and counts once it is whole."""
+    came, ends = list[bytes](), asyncio.Event()
+
+    async def behind(scope: Scope, receive: Receive, send: Send) -> None:
+        more = True
+        while more:
+            message = await receive()
+            came.append(message["body"])
+            more = message.get("more_body", False)
+        await ends.wait()
+        await reply(send, Answered(200, [], b"{}"))
+
+    async def ask_by_parts(door: Doors, parts: asyncio.Queue[Message]) -> list[Message]:
+        answer = list[Message]()
+
+        async def send(message: Message) -> None:
+            answer.append(message)
+
+        scope = {"type": "http", "method": "POST", "path": "/v1/rank", "query_string": b"", "headers": []}
+        await door(scope, parts.get, send)
+        return answer
+
+    async def run() -> None:
+        door = Doors(behind)
+        door._window.size = 2
+        stalled = [asyncio.Queue[Message]() for _ in range(5)]
+        running = [asyncio.create_task(ask_by_parts(door, parts)) for parts in stalled]
+        for parts in stalled[:3]:
+            parts.put_nowait({"type": "http.request", "body": b"a", "more_body": True})
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert (came, door._window.inside) == ([b"a"] * 3, 0)
+        for parts in stalled[:3]:
+            parts.put_nowait({"type": "http.request", "body": b"b"})
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert (came[3:], door._window.inside) == ([b"b"] * 3, 3)
+        stalled[3].put_nowait({"type": "http.request", "body": b"c"})
+        assert (await running[3])[0]["status"] == 429
+        ends.set()
+        assert [(await each)[0]["status"] for each in running[:3]] == [200] * 3
+        assert door._window.inside == 0
+        stalled[4].put_nowait({"type": "http.disconnect"})
+        assert await running[4] == []
+        monkeypatch.setattr(doors, "READ_TIMEOUT_S", 0.0)
+        late = await ask_by_parts(door, asyncio.Queue())
+        assert late[0]["status"] == 400 and b"the body did not come in time" in late[1]["body"]
 
     asyncio.run(run())
