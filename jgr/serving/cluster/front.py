@@ -233,8 +233,8 @@ class Front:
 
 class _Way:
     """arrival_ns: when the request came to the fleet. there_ns: how long it was on its way here, without what its
-    client takes to send the body. back_ns: how long its answer will be with Ray's proxy. tells: whether that has said so.
-    told: whether the request was held up, which the proxy is to be told; see `ways.UNTOLD`."""
+    client takes to send the body. back_ns: how long its answer will be with Ray's proxy. tells: whether that has said
+    so. told: whether the request was held up, which the proxy is to be told; see `ways.UNTOLD`."""
 
     def __init__(self) -> None:
         self.arrival_ns, self.there_ns, self.back_ns = time.monotonic_ns(), 0, 0.0

@@ -26,9 +26,9 @@ def test_the_window_becomes_smaller_once_for_all_that_were_inside() -> None:
     window.answered(True, 9, 11)
     window.answered(True, 10, 12)
     assert window.size == FIRST * LESS**2
-    for _ in range(50):
+    for _ in range(4):
         window.leave()
-    assert window.inside == 14 and window.enter()
+    assert window.inside == 4 and window.enter()
     for now_ns in range(100, 300):
         window.answered(True, now_ns, now_ns)
     assert window.size == LEAST
@@ -40,9 +40,17 @@ def test_it_becomes_larger_by_one_a_turn_where_it_is_what_keeps_them_few() -> No
     assert window.size == FIRST, "nobody was refused for it"
     while window.enter():
         pass
-    for _ in range(int(FIRST)):
+    for _ in range(5):
         window.answered(False, 0, 1)
-    assert window.size == pytest.approx(FIRST + 1, abs=0.01)
+    assert window.size == FIRST + 5, "by one with each answer, before anybody was held up"
+    while window.enter():
+        pass
+    window.answered(True, 1, 2)
+    size = window.size
+    assert size == (FIRST + 5) * LESS
+    for _ in range(round(size)):
+        window.answered(False, 3, 4)
+    assert window.size == pytest.approx(size + 1, abs=0.1)
     window.size = window.inside = MOST
     window.answered(False, 0, 1)
     assert window.size == MOST
