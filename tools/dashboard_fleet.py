@@ -64,9 +64,12 @@ FLEET = Board(
             (("sum by (replica) (jgr_fleet_tokens_in_flight)", "{{replica}}"),),
         ),
         Panel(
-            "Refused for a key's rate",
+            "Refused before a replica",
             "reqps",
-            ((rate("jgr_fleet_refused_total", model=False), "quota"),),
+            (
+                (rate("jgr_fleet_refused_total", model=False), "a key's rate"),
+                (rate("jgr_fleet_held_off_total", model=False), "too many at the door"),
+            ),
         ),
         Panel(
             "Items from other nodes",

@@ -16,7 +16,7 @@ _log = logging.getLogger(__name__)
 
 
 class Failures:
-    """Of one engine's runs. clock: in ns.
+    """Tells of the failed runs of one engine. clock: in ns.
 
     A UserError says that what the model needs is not there, which is nobody's fault here and may be over soon. Anything
     else is a fault: a traceback each.
