@@ -213,6 +213,20 @@ MISSES = (
         "leaves more memory for users, who come back and are found more often.",
     ),
     Miss(
+        "What a fleet answers in time where ten times as many callers ask as it serves",
+        r"fleet-overload-in-time",
+        "Callers and fleet share two cores, and who is refused asks again twenty times a second: to make and to refuse "
+        "these hundreds of requests a second takes what the answers would need. A caller that waits for the second "
+        "that Retry-After names takes little. Besides, requests are let in by how long others were on their way, so "
+        "that some are refused which could be served in time.",
+    ),
+    Miss(
+        "Late answers of a fleet where ten times as many callers ask as it serves",
+        r"fleet-overload-late",
+        "The door learns that requests are held up when they are answered: those that it let in meanwhile are late as "
+        "well. And it goes by a quarter of the deadline, since it does not know how long the model's work will take.",
+    ),
+    Miss(
         "The work in flight at a fleet's replicas behind two fronts",
         r"fleet-routing-imbalance-of-two-fronts",
         "It is the mean of three loads at the worst of three ages of reports, and one run of these three is far above "
