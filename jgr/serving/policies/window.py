@@ -2,16 +2,17 @@
 """How many requests a fleet's door lets in at a time: as many as do not make each other wait on their way.
 
 The one idea: it is TCP's window. Each answer says whether its request was held up between the processes of the fleet,
-apart from its work; then fewer are let in, and otherwise one more after each time that all of them were answered, or,
-before the first was held up, one more after each answer. Who is not let in is refused at once, which costs a small part
-of a request that is late in the end.
+apart from its work; then fewer are let in, and otherwise one more after each time that all of them were answered. Who
+is not let in is refused at once, which costs a small part of a request that is late in the end. It begins with as many
+as a burst may have, and goes back there where nobody is held up.
 """
 
 from __future__ import annotations
 
-LEAST, FIRST, MOST = 2.0, 8.0, 4096.0
-LESS = 0.875
-"""What is left of the window when requests were held up."""
+LEAST, FIRST, MOST = 2.0, 64.0, 4096.0
+HALF, LESS = 0.5, 0.875
+"""What is left of the window when requests were held up: half, until a smaller one has held nobody up, and later less
+is taken away."""
 HELD_NS = 30_000_000
 """On its way a request takes some milliseconds, whatever its deadline. What is shorter than this holds nobody up."""
 SHARE = 0.25
@@ -28,7 +29,7 @@ class Window:
 
     def __init__(self) -> None:
         self.size, self.inside = FIRST, 0
-        self._less_since_ns, self._begins = 0, True
+        self._less_since_ns, self._left = 0, HALF
 
     def enter(self) -> bool:
         """Let a request in, which `leave` ends; False: there are too many."""
@@ -43,9 +44,12 @@ class Window:
     def answered(self, held_up: bool, came_ns: int, now_ns: int) -> None:
         """A request that came then has its answer, and was held up or was not. Those that were let in before the window
         became smaller say nothing of the smaller one."""
-        if held_up:
-            self._begins = False
+        if held_up and came_ns >= self._less_since_ns:
+            self.size, self._less_since_ns = max(LEAST, self.size * self._left), now_ns
+        elif not held_up:
             if came_ns >= self._less_since_ns:
-                self.size, self._less_since_ns = max(LEAST, self.size * LESS), now_ns
-        elif self.inside >= self.size / 2:  # else it is not the window that keeps them few
-            self.size = min(MOST, self.size + (1.0 if self._begins else 1 / self.size))
+                self._left = LESS if self.size < FIRST else HALF
+            if (
+                self.size < FIRST or self.inside >= self.size / 2
+            ):  # else it is not the window that keeps them few
+                self.size = min(MOST, self.size + 1 / self.size)

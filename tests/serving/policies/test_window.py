@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from jgr.serving.policies.window import FIRST, HELD_NS, LEAST, LESS, MOST, Window, held_up
+from jgr.serving.policies.window import FIRST, HALF, HELD_NS, LEAST, LESS, MOST, Window, held_up
 
 MS = 1_000_000
 
@@ -22,37 +22,39 @@ def test_the_window_becomes_smaller_once_for_all_that_were_inside() -> None:
     assert sum(window.enter() for _ in range(100)) == FIRST == window.inside
     for came_ns in (5, 6, 7):
         window.answered(True, came_ns, 10)
-    assert window.size == FIRST * LESS
+    assert window.size == FIRST * HALF
     window.answered(True, 9, 11)
     window.answered(True, 10, 12)
-    assert window.size == FIRST * LESS**2
-    for _ in range(4):
+    assert window.size == FIRST * HALF**2
+    window.answered(False, 11, 13)
+    window.answered(True, 11, 14)
+    assert window.size == pytest.approx(FIRST * HALF**2 + 1 / 16), "these came before"
+    window.answered(False, 12, 15)
+    size = window.size
+    window.answered(True, 12, 16)
+    assert window.size == size * LESS, "the smaller one has held nobody up"
+    for _ in range(55):
         window.leave()
-    assert window.inside == 4 and window.enter()
+    assert window.inside == 9 and window.enter()
     for now_ns in range(100, 300):
         window.answered(True, now_ns, now_ns)
     assert window.size == LEAST
 
 
-def test_it_becomes_larger_by_one_a_turn_where_it_is_what_keeps_them_few() -> None:
+def test_it_goes_back_to_what_a_burst_may_have_and_beyond_where_it_is_what_keeps_them_few() -> None:
     window = Window()
-    window.answered(False, 0, 1)
-    assert window.size == FIRST, "nobody was refused for it"
+    window.answered(True, 0, 1)
+    for now_ns in range(2, 2_000):
+        window.answered(False, now_ns, now_ns)
+    assert FIRST <= window.size < FIRST + 1, "one at a time, and nobody is refused for it"
     while window.enter():
         pass
-    for _ in range(5):
-        window.answered(False, 0, 1)
-    assert window.size == FIRST + 5, "by one with each answer, before anybody was held up"
-    while window.enter():
-        pass
-    window.answered(True, 1, 2)
     size = window.size
-    assert size == (FIRST + 5) * LESS
     for _ in range(round(size)):
-        window.answered(False, 3, 4)
+        window.answered(False, 5_000, 5_000)
     assert window.size == pytest.approx(size + 1, abs=0.1)
     window.size = window.inside = MOST
-    window.answered(False, 0, 1)
+    window.answered(False, 6_000, 6_000)
     assert window.size == MOST
 
 
@@ -70,6 +72,6 @@ def test_it_finds_the_number_that_a_queue_serves_in_time(work_ms: int) -> None:
         waits.append(wait_ns)
         window.leave()
         window.answered(held_up(wait_ns, 300 * MS), came_ns, now_ns)
-    late = waits[1000:]
+    late = waits[200:]
     assert 0.6 * 75 * MS < sum(late) / len(late) < 80 * MS
     assert max(late) < 100 * MS
