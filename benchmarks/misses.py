@@ -221,12 +221,6 @@ MISSES = (
         "that some are refused which could be served in time.",
     ),
     Miss(
-        "Late answers of a fleet where ten times as many callers ask as it serves",
-        r"fleet-overload-late",
-        "The door learns that requests are held up when they are answered: those that it let in meanwhile are late as "
-        "well. And it goes by a quarter of the deadline, since it does not know how long the model's work will take.",
-    ),
-    Miss(
         "The work in flight at a fleet's replicas behind two fronts",
         r"fleet-routing-imbalance-of-two-fronts",
         "It is the mean of three loads at the worst of three ages of reports, and one run of these three is far above "
