@@ -21,7 +21,7 @@ ARRIVED, LEFT = b"x-jgr-arrived", b"x-jgr-left"
 the proxy has refused since it told last; when the answer left the front, and whether its request was held up. Neither
 comes from a client, nor goes to one."""
 UNTOLD = -1.0
-"""Of an answer: nothing is said of whether its request was held up; else it is 0, or 1."""
+"""What an answer says where it does not tell whether its request was held up; else it says 0, or 1."""
 RATE = 0.125
 """The weight of one measurement in a mean."""
 HALF_NS = 250_000_000
@@ -32,7 +32,11 @@ LONGEST_NS = 3_600_000_000_000
 
 @cache
 def machine() -> str:
-    """What tells this machine's clock, which begins anew with each boot, from others."""
+    """What tells this machine's clock, which begins anew with each boot, from others; "" where nothing does.
+
+    It is not `placement.transport.machine`: that falls back on the host's name, which says nothing of a clock, and a
+    proxy would load NumPy for it.
+    """
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

@@ -94,7 +94,7 @@ class Programs:
         self.params = params = scorers.as_built(params, build)
         names = tables.missing(cfg, params)
         self.gathering = Gathering(cfg, names) if names else None
-        """Of the tables that each run is given the rows of; None: all are among the parameters."""
+        """What gives each run its rows of tables that are not among the parameters; None: all are."""
         self.needs: Needs = self._model.needs(cfg)
         self.sizes, self.share, self.schema = tuple(sizes), share, schema
         self.apart = apart and schema is not None
@@ -160,7 +160,7 @@ class Programs:
 
     @property
     def counts(self) -> Mapping[str, Sequence[int]]:
-        """By table, the numbers of rows that runs are given, ascending."""
+        """The numbers of rows that runs are given, ascending, by table."""
         if self.gathering is None:
             return {}
         longest, runs = self.needs.max_items, set[tuple[int, int]]()
