@@ -24,6 +24,7 @@ FLOORS = (
         "jgr.files",
         "jgr.extras",
         "jgr.heap",
+        "jgr.boot",
         "jgr.catalog",
         "jgr.prompt",
         "jgr.data",

@@ -163,13 +163,17 @@ def failure(message: str) -> str:
 def tell_failures(
     messages: Callable[[], Mapping[str, str]], over: threading.Event, every_s: float = TELL_S
 ) -> None:
-    """Log what keeps deployments, by their names, from starting, each reason once, until `over`: Ray tries again."""
-    told = {""}
+    """Log what keeps deployments, by their names, from being whole, each reason once, and when they are whole again,
+    until `over`: Ray tries again."""
+    told: dict[str, set[str]] = {}
     while not over.wait(every_s):
         for name, message in messages().items():
-            if (why := failure(message)) not in told:
-                told.add(why)
-                _log.warning("%s: %s", name, why)
+            if why := failure(message):
+                if why not in (known := told.setdefault(name, set())):
+                    known.add(why)
+                    _log.warning("%s: %s", name, why)
+            elif told.pop(name, None):
+                _log.info("%s: whole again", name)
 
 
 @contextmanager
@@ -186,7 +190,7 @@ def _failures_told() -> Iterator[None]:
 
 
 def _messages() -> dict[str, str]:
-    """What Ray says of each deployment, by its name; nothing while nobody there can be asked."""
+    """What Ray says of each deployment, by its name, "" of one that is whole; nothing while nobody can be asked."""
     from ray import serve
     from ray.exceptions import RayError
     from ray.serve.exceptions import RayServeException
@@ -197,7 +201,8 @@ def _messages() -> dict[str, str]:
         found = serve.status().applications.get(NAME)
     except (RayError, RayServeException):
         return {}
-    return {} if found is None else {name: each.message for name, each in found.deployments.items()}
+    told = {} if found is None else found.deployments
+    return {name: each.message for name, each in told.items() if each.message or each.status == "HEALTHY"}
 
 
 class _Stop(Exception):

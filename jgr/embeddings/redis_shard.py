@@ -53,11 +53,8 @@ class RedisShard:
         timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._server, self._clock, self._table = (
-            _Server(address, table, model, timeout_s, clock),
-            clock,
-            table,
-        )
+        self._table, self._clock = table, clock
+        self._server = _Server(address, table, model, timeout_s, clock)
         self._breaker, self._lock = Breaker(), threading.Lock()
         found = self._server.header()
         if found is None:
@@ -77,11 +74,13 @@ class RedisShard:
                 )
         try:
             found = self._server.read(rows, self.header)
-        except ShardError as error:
+        except ShardAway:
             with self._lock:
-                self._breaker.failed(self._clock()) if isinstance(
-                    error, ShardAway
-                ) else self._breaker.worked()
+                self._breaker.failed(self._clock())
+            raise
+        except ShardError:  # a wrong answer is one
+            with self._lock:
+                self._breaker.worked()
             raise
         with self._lock:
             self._breaker.worked()
@@ -102,12 +101,8 @@ class _Server:
         timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._table, self.key, self._timeout_s, self._clock = (
-            table,
-            f"{PREFIX}{table}:{model}",
-            timeout_s,
-            clock,
-        )
+        self._table, self.key = table, f"{PREFIX}{table}:{model}"
+        self._timeout_s, self._clock = timeout_s, clock
         try:
             self._redis = BoundedRedis(address, timeout_s, clock)
         except ValueError as cause:

@@ -88,6 +88,9 @@ class ClimberConfig:
         for name in ("tasks", "behaviours"):  # lists, where they come from JSON
             object.__setattr__(self, name, tuple(getattr(self, name)))
         object.__setattr__(self, "features", tuple(Feature(*x) for x in self.features))
+        for feature in self.features:  # whose tables' files are named after them
+            if not feature.name or set("/\0") & set(feature.name):
+                raise ValueError(f"features: {feature.name!r} cannot be a feature's name")
         for name, what in (("max_items", "blocks"), ("hidden", "heads")):
             if getattr(self, name) % getattr(self, what):
                 raise ValueError(

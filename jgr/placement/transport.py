@@ -25,12 +25,12 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import msgspec
 import numpy as np
 
+from jgr.boot import boot_id
 from jgr.placement.landing import LANDING_BYTES, SHARED, Landing, PeerLanding, SharedLanding, TransportError
 from jgr.placement.nixl import NixlLanding, NixlReader, nixl_reader
 from jgr.placement.shared_items import CHECKSUM_BYTES, Block, checksum
@@ -95,9 +95,7 @@ class Transport(Protocol):
 
 def machine() -> str:
     """What tells this machine from others."""
-    with contextlib.suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return socket.gethostname()
+    return boot_id() or socket.gethostname()
 
 
 class Bucket:

@@ -113,10 +113,21 @@ RuntimeError: Traceback (most recent call last):
     assert failure("") == ""
 
 
-def test_what_keeps_replicas_from_starting_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_keeps_replicas_from_starting_is_told_once_and_when_they_are_there(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     over = threading.Event()
     found = iter(
-        [{"Replica": "", "Front": ""}, {"Replica": "no room"}, {"Replica": "no room"}, {"Replica": "dead"}]
+        [
+            {"Replica": "", "Front": ""},
+            {"Replica": "no room"},
+            {"Replica": "no room", "Front": ""},
+            {"Replica": "dead"},
+            {},
+            {"Replica": "", "Front": ""},
+            {"Replica": ""},
+            {"Replica": "dead"},
+        ]
     )
 
     def messages() -> dict[str, str]:
@@ -125,6 +136,7 @@ def test_what_keeps_replicas_from_starting_is_told_once(caplog: pytest.LogCaptur
             over.set()
         return told or {}
 
-    with caplog.at_level(logging.WARNING, "jgr.cli.cluster"):
+    with caplog.at_level(logging.INFO, "jgr.cli.cluster"):
         tell_failures(messages, over, every_s=0.0)
-    assert [record.getMessage() for record in caplog.records] == ["Replica: no room", "Replica: dead"]
+    told = ["no room", "dead", "whole again", "dead"]
+    assert [record.getMessage() for record in caplog.records] == [f"Replica: {each}" for each in told]

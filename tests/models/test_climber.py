@@ -295,6 +295,8 @@ def test_the_ranker_says_what_it_needs() -> None:
         ({"heads": 3}, "hidden 32 is no multiple of heads 3"),
         ({"behaviours": (1,)}, "1 behaviours, and 2 blocks"),
         ({"behaviours": (1, 4)}, "more than 2 bits"),
+        ({"features": (("../price", 1, 0),)}, "'../price' cannot be a feature's name"),
+        ({"features": (("", 1, 5),)}, "'' cannot be a feature's name"),
     ],
 )
 def test_configs_that_do_not_fit_are_refused(change: dict[str, Any], words: str) -> None:

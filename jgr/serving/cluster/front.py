@@ -104,12 +104,12 @@ class Front:
         return application  # a function: uvicorn takes a method for an application of ASGI 2
 
     async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
-        way, request_id = _Way(), ""
+        timing, request_id = _Timing(), ""
         for name, value in scope["headers"]:
             if name == b"x-request-id" and REQUEST_ID.fullmatch(value):
                 request_id = value.decode()
             elif name == ARRIVED:
-                way.read(value)
+                timing.read(value)
         request_id = request_id or os.urandom(16).hex()
         path = own_path(scope["path"], self._config.server.base_path)
         try:
@@ -120,7 +120,7 @@ class Front:
                 asked = head(scope) if tenant is None else await self._read(scope, receive, upload)
                 headers = [each for each in asked.headers if each[0] not in (b"x-request-id", ARRIVED)]
                 asked = asked._replace(headers=[*headers, (b"x-request-id", request_id.encode())])
-                answered = await self._answer(path, asked, way, tenant or "")
+                answered = await self._answer(path, asked, timing, tenant or "")
         except ConnectionError:
             return
         except RequestError as error:  # one that Ray brings from the coordinator is one too
@@ -131,8 +131,8 @@ class Front:
                 RequestError("unavailable", "not all replicas answered; try again"), request_id, path
             )
         headers = [each for each in answered.headers if each[0] != b"x-request-id"]  # which Ray's proxy sends
-        if way.tells:
-            headers.append((ways.LEFT, ways.written(ways.stamp(), way.told)))
+        if timing.tells:
+            headers.append((ways.LEFT, ways.written(ways.stamp(), timing.told)))
         await reply(send, answered._replace(headers=headers))
 
     async def _read(self, scope: Scope, receive: Receive, upload: bool) -> Asked:
@@ -141,7 +141,7 @@ class Front:
             return await read(scope, receive, self._max_upload_bytes, UPLOAD_TIMEOUT_S, READ_TIMEOUT_S)
         return await read(scope, receive, self._config.server.max_body_bytes, READ_TIMEOUT_S)
 
-    async def _answer(self, path: str, asked: Asked, way: _Way, tenant: str) -> Answered:
+    async def _answer(self, path: str, asked: Asked, timing: _Timing, tenant: str) -> Answered:
         if changes(asked.method, path):
             return await self._change(path, asked)
         if asked.method == "DELETE" and path.startswith(USERS):
@@ -157,7 +157,7 @@ class Front:
                 self._replicas.answers(asked), self._replicas.about_soon(), self._last()
             )
             return models(best(found), about, last)
-        return await self._ask_one(path, asked, way, tenant)
+        return await self._ask_one(path, asked, timing, tenant)
 
     async def _change(self, path: str, asked: Asked) -> Answered:
         """What the first replica answers to a change. Raises RequestError where that does not come in time."""
@@ -181,25 +181,25 @@ class Front:
             return next(iter(await soon(self._rollouts, "last")), None)
         return None
 
-    async def _ask_one(self, path: str, asked: Asked, way: _Way, tenant: str) -> Answered:
+    async def _ask_one(self, path: str, asked: Asked, timing: _Timing, tenant: str) -> Answered:
         """One replica's answer; another's where it dies or is silent. Raises RequestError at once where an answer would
         be too late however soon a replica has it."""
         hint = glance(path, asked.body, tenant, profiled=self._config.fleet.routing == "hlem")
         left_ms = hint.left_ms or self._default_ms
         hint, until_ns, most_ns = hint._replace(left_ms=left_ms), None, math.inf
-        there_ns = time.monotonic_ns() - way.arrival_ns
+        there_ns = time.monotonic_ns() - timing.arrival_ns
         if left_ms is not None:
             most_ns = left_ms * 1e6
-            until_ns = way.arrival_ns + round(most_ns + GRACE_S * 1e9)
-            back_ns = self._back.mean_ns + way.back_ns
-            way.told = float(held_up(way.there_ns + back_ns, most_ns))
+            until_ns = timing.arrival_ns + round(most_ns + GRACE_S * 1e9)
+            back_ns = self._back.mean_ns + timing.back_ns
+            timing.told = float(held_up(timing.there_ns + back_ns, most_ns))
             ways.refuse_late(there_ns, back_ns, most_ns)
-        answered = await self._attempts.answer(hint, asked, way.arrival_ns, until_ns)
+        answered = await self._attempts.answer(hint, asked, timing.arrival_ns, until_ns)
         back = ways.since_ns(Stamp(*answered.ended))
         self._back.took(back)
         if left_ms is not None:
-            way_ns = way.there_ns + answered.came_ns + (back or 0) + way.back_ns
-            way.told = float(held_up(way_ns, most_ns))
+            way_ns = timing.there_ns + answered.came_ns + (back or 0) + timing.back_ns
+            timing.told = float(held_up(way_ns, most_ns))
         return answered
 
     def _charge(self, scope: Scope, path: str) -> str | None:
@@ -231,7 +231,7 @@ class Front:
         return SERIES.text()
 
 
-class _Way:
+class _Timing:
     """arrival_ns: when the request came to the fleet. there_ns: how long it was on its way here, without what its
     client takes to send the body. back_ns: how long its answer will be with Ray's proxy. tells: whether that has said
     so. told: whether the request was held up, which the proxy is to be told; see `ways.UNTOLD`."""

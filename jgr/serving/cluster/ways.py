@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from functools import cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
+from jgr.boot import boot_id
 from jgr.serving.errors import RequestError
 
 ARRIVED, LEFT = b"x-jgr-arrived", b"x-jgr-left"
@@ -30,21 +29,8 @@ LONGEST_NS = 3_600_000_000_000
 """What seems to have been longer on its way was not."""
 
 
-@cache
-def machine() -> str:
-    """What tells this machine's clock, which begins anew with each boot, from others; "" where nothing does.
-
-    It is not `placement.transport.machine`: that falls back on the host's name, which says nothing of a clock, and a
-    proxy would load NumPy for it.
-    """
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
-
-
 class Stamp(NamedTuple):
-    """A moment. machine: whose clock it is; "": it is none. at_ns: by that clock."""
+    """A moment. machine: whose clock it is, as `boot_id` names it; "": it is none. at_ns: by that clock."""
 
     machine: str = ""
     at_ns: int = 0
@@ -56,14 +42,14 @@ class Stamp(NamedTuple):
 
 def stamp() -> Stamp:
     """Now."""
-    return Stamp(machine(), time.monotonic_ns())
+    return Stamp(boot_id(), time.monotonic_ns())
 
 
 def since_ns(moment: Stamp) -> int | None:
     """How long ago that was; None where this machine cannot tell."""
     of, at_ns = moment
     passed_ns = time.monotonic_ns() - at_ns
-    return passed_ns if of and of == machine() and 0 <= passed_ns < LONGEST_NS else None
+    return passed_ns if of and of == boot_id() and 0 <= passed_ns < LONGEST_NS else None
 
 
 class Way:

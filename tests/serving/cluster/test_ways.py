@@ -71,7 +71,7 @@ def test_the_proxy_says_when_a_request_came_and_learns_how_long_answers_take() -
         await reply(send, Answered(200, [(b"x", b"y"), (LEFT, ways.written(left))], b"{}"))
 
     door = Doors(behind)
-    forged = (ARRIVED, ways.written(Stamp(ways.machine(), 1)))
+    forged = (ARRIVED, ways.written(Stamp(ways.boot_id(), 1)))
     for _ in range(2):
         before_ns = time.monotonic_ns()
         answered = asyncio.run(ask(door, Asked("GET", "/v1/models", b"", [forged], b"")))
