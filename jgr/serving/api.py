@@ -470,6 +470,7 @@ class ModelList(Struct, kw_only=True):
 
     data: Annotated[list[ModelInfo], Meta(description="The models, in the order of their configurations.")]
     replicas: Replicas = UNSET
+    of: WantedReplicas = UNSET
     rollout: LastRollout = UNSET
 
 

@@ -71,5 +71,5 @@ ReadyReplicas = Annotated[
     int | UnsetType, Meta(description="Only of a fleet that is ready: how many of its replicas serve.")
 ]
 WantedReplicas = Annotated[
-    int | UnsetType, Meta(description="Only of a fleet that is ready: how many replicas there should be.")
+    int | UnsetType, Meta(description="Only of a fleet: how many replicas there should be.")
 ]

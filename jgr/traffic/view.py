@@ -8,7 +8,7 @@ of nothing before. Answers count as in time: an accepted request that is late is
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -38,6 +38,8 @@ _CHOSEN = {
     ("jgr_prompt_tokens_total", "source", "computed"): "computed",
 }
 """Series of which one value of a label counts."""
+_TURNED_AWAY = ("jgr_fleet_held_off_total", "jgr_fleet_refused_total")
+"""Series of a fleet's fronts."""
 
 
 class Counts(Struct, kw_only=True):
@@ -51,11 +53,14 @@ class Counts(Struct, kw_only=True):
 
 
 class Look(Struct):
-    """One look. at_s: when, of a clock that does not go back. replicas: by their names. rollout: see ModelList."""
+    """One look. at_s: when, of a clock that does not go back. replicas: by their names. of, rollout: see ModelList.
+    turned_away: requests that no replica of a fleet has seen, by the series and labels that count them."""
 
     at_s: float
     replicas: dict[str, Counts]
     rollout: Rollout | UnsetType | None = UNSET
+    of: int | UnsetType = UNSET
+    turned_away: dict[str, float] = field(default_factory=dict)
 
 
 class Row(Struct, kw_only=True, frozen=True):
@@ -82,20 +87,24 @@ class Row(Struct, kw_only=True, frozen=True):
 
 
 class View(Struct, kw_only=True, frozen=True):
-    """All replicas over some seconds. time: UNIX time of its end, in seconds. seconds: how long it tells of. rollout:
-    the last change at its end; see ModelList."""
+    """All replicas over some seconds. time: UNIX time of its end, in seconds. seconds: how long it tells of. of,
+    rollout: replicas there should be and the last change, at its end; see ModelList. turned_away_per_s: requests that a
+    fleet's proxies and fronts refused."""
 
     time: float
     seconds: float
     total: Row
     replicas: list[Row]
     rollout: Rollout | UnsetType | None = UNSET
+    of: int | UnsetType = UNSET
+    turned_away_per_s: float = 0.0
 
 
 def look(metrics: str, models: ModelList, at_s: float, name: str) -> Look:
     """A look from the text of /metrics. name: of a server that is no fleet. ValueError for what is no such text."""
     fleet = isinstance(models.replicas, list)
     replicas: dict[str, Counts] = {}
+    turned_away: dict[str, float] = {}
     if isinstance(models.replicas, list):
         for one in models.replicas:
             versions = tuple(model.version for model in one.models)
@@ -108,7 +117,9 @@ def look(metrics: str, models: ModelList, at_s: float, name: str) -> Look:
             counts = replicas.get(sample.labels.get(REPLICA, "") if fleet else name)
             if counts is not None:
                 _count(counts, sample.name, sample.labels, sample.value)
-    return Look(at_s, replicas, models.rollout)
+            elif sample.name in _TURNED_AWAY:
+                turned_away[f"{sample.name} {sample.labels}"] = sample.value
+    return Look(at_s, replicas, models.rollout, models.of, turned_away)
 
 
 def _count(counts: Counts, series: str, labels: Mapping[str, str], value: float) -> None:
@@ -136,7 +147,16 @@ def view(before: Look, after: Look, time: float) -> View:
         changes[name] = _change(then if then is not None and then.sums else counts, counts)
     rows = [_row(name, change, seconds) for name, change in changes.items()]
     total = _row(TOTAL, _together(changes.values()), seconds)
-    return View(time=time, seconds=seconds, total=total, replicas=rows, rollout=after.rollout)
+    turned_away = sum(_grown(before.turned_away, name, n) for name, n in after.turned_away.items())
+    return View(
+        time=time,
+        seconds=seconds,
+        total=total,
+        replicas=rows,
+        rollout=after.rollout,
+        of=after.of,
+        turned_away_per_s=turned_away / seconds,
+    )
 
 
 _HELD = ("queue", "running", "memory_bytes")
@@ -228,8 +248,8 @@ LEFT = 4
 
 
 def lines(shown: View) -> list[str]:
-    """A view as a table: a line of names, one for each replica, and one for all where there are several; below it the
-    last change of a fleet."""
+    """A view as a table: a line of names, one for each replica, and one for all where there are several; below it what
+    else a fleet tells."""
     rows = [*shown.replicas, *([shown.total] if len(shown.replicas) != 1 else [])]
     cells = [COLUMNS, *(_cells(row) for row in rows)]
     widths = [max(len(line[at]) for line in cells) for at in range(len(COLUMNS))]
@@ -240,11 +260,22 @@ def lines(shown: View) -> list[str]:
         ).rstrip()
         for line in cells
     ]
-    told = "" if shown.rollout is UNSET else _told(shown.rollout)
-    return [*table, "", told] if told else table
+    told = list(_told(shown))
+    return [*table, "", *told] if told else table
 
 
-def _told(last: Rollout | None) -> str:
+def _told(shown: View) -> Iterator[str]:
+    """What is not as it should be in a fleet, and its last change."""
+    ready = sum(row.state == "ready" for row in shown.replicas)
+    if shown.of is not UNSET and ready < shown.of:
+        yield f"{ready} of {shown.of} replicas are ready"
+    if shown.turned_away_per_s:
+        yield f"proxies and fronts refuse {shown.turned_away_per_s:.1f} requests a second more"
+    if shown.rollout is not UNSET and (change := _change_told(shown.rollout)):
+        yield change
+
+
+def _change_told(last: Rollout | None) -> str:
     """How the last change of a fleet goes; "" where there was none."""
     if last is None:
         return "last change: not known, the coordinator does not answer"

@@ -135,6 +135,30 @@ def test_the_last_change_of_a_fleet_stands_below_its_table() -> None:
     assert b"rollout" not in view_file.line(two()), "one server says nothing of it"
 
 
+def test_what_a_fleet_lacks_and_turns_away_stands_below_its_table() -> None:
+    """Two fronts refused 30 and 12 requests in ten seconds, which no replica has seen; one of them began anew."""
+
+    def at(at_s: float, first: int, second: int) -> Look:
+        models = fleet("a", "b")
+        models.of = 3
+        fronts = (
+            f'jgr_fleet_held_off_total{{front="1"}} {first}\njgr_fleet_refused_total{{front="1"}} 7\n'
+            f'jgr_fleet_refused_total{{front="2"}} {second}\n'
+        )
+        return look(fronts, models, at_s, "")
+
+    shown = view(at(0.0, 100, 500), at(10.0, 130, 12), 0.0)
+    assert shown.turned_away_per_s == 4.2
+    assert lines(shown)[4:] == [
+        "",
+        "2 of 3 replicas are ready",
+        "proxies and fronts refuse 4.2 requests a second more",
+    ]
+    whole = view(at(10.0, 130, 12), at(11.0, 130, 12), 0.0)
+    whole = msgspec.structs.replace(whole, of=2)
+    assert len(lines(whole)) == 4, "all is as it should be"
+
+
 def test_quantiles_are_those_of_prometheus() -> None:
     buckets = {0.1: 0.0, 0.5: 5.0, 1.0: 10.0, float("inf"): 12.0}
     assert quantile(buckets, 0.25) == pytest.approx(100 + 400 * 3 / 5)

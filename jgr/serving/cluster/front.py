@@ -87,6 +87,7 @@ class Front:
         self._default_ms = config.server.default_deadline_ms
         self._back = ways.Way()
         fleet = config.fleet
+        self._wanted = fleet.min_replicas if fleet.max_replicas else fleet.replicas
         self._attempts = Attempts(
             Sending(self._replicas.answer, SERIES, fleet.routing, traces).answer,
             (RayActorError, RayServeException, Incompatible),
@@ -147,16 +148,15 @@ class Front:
         if asked.method == "DELETE" and path.startswith(USERS):
             return erased(await self._replicas.ask_all(asked))
         if asked.method in ("GET", "HEAD") and path.startswith(HEALTH):
-            found, fleet = await self._replicas.answers(asked, HEALTH_S), self._config.fleet
-            wanted = fleet.min_replicas if fleet.max_replicas else fleet.replicas
-            return readiness(found, wanted) if path == READY else best(found)
+            found = await self._replicas.answers(asked, HEALTH_S)
+            return readiness(found, self._wanted) if path == READY else best(found)
         if asked.method in ("GET", "HEAD") and path == "/metrics":
             return await self._scrapes.answer(scraped_by(asked), partial(self._scrape, asked))
         if asked.method == "GET" and path == "/v1/models":
             found, about, last = await asyncio.gather(
                 self._replicas.answers(asked), self._replicas.about_soon(), self._last()
             )
-            return models(best(found), about, last)
+            return models(best(found), about, last, self._wanted)
         return await self._ask_one(path, asked, timing, tenant)
 
     async def _change(self, path: str, asked: Asked) -> Answered:

@@ -121,14 +121,17 @@ def readiness(found: Sequence[Answered], wanted: int) -> Answered:
     return Answered(200, _headers(first, body, "application/json"), body)
 
 
-def models(first: Answered, about: Sequence[Mapping[str, Any]], last: Mapping[str, Any] | None) -> Answered:
+def models(
+    first: Answered, about: Sequence[Mapping[str, Any]], last: Mapping[str, Any] | None, wanted: int
+) -> Answered:
     """/v1/models of the fleet: what one replica says, which versions each serves, and how the last change went. last:
-    a `Rollout`; None: nobody knows."""
+    a `Rollout`; None: nobody knows. wanted: how many replicas there should be."""
     if first.status != 200:
         return first
     whole = ModelList(
         data=msgspec.json.decode(first.body, type=ModelList).data,
         replicas=[msgspec.convert(each["info"], ReplicaInfo) for each in about],
+        of=wanted,
         rollout=None if last is None else msgspec.convert(last, Rollout),
     )
     body = msgspec.json.encode(whole)

@@ -169,7 +169,7 @@ def test_the_models_of_a_fleet_are_those_of_one_replica_and_the_versions_of_each
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(alone))]
     last = Rollout(state="running", path="/v1/models/m/reload", of=2, done=("b",))
     about = [replica("a", "m@1"), replica("b", "m@2")]
-    whole = models(Answered(200, headers, alone), about, msgspec.to_builtins(last))
+    whole = models(Answered(200, headers, alone), about, msgspec.to_builtins(last), 3)
     assert dict(whole.headers)[b"content-length"] == b"%d" % len(whole.body)
     answer = json.loads(whole.body)
     assert answer["data"] == json.loads(alone)["data"]
@@ -177,6 +177,7 @@ def test_the_models_of_a_fleet_are_those_of_one_replica_and_the_versions_of_each
         ("a", "m@1"),
         ("b", "m@2"),
     ]
+    assert answer["of"] == 3
     assert answer["rollout"] == {
         "state": "running",
         "path": "/v1/models/m/reload",
@@ -186,10 +187,10 @@ def test_the_models_of_a_fleet_are_those_of_one_replica_and_the_versions_of_each
         "error": None,
         "back": [],
     }
-    silent = models(Answered(200, headers, alone), about, None)
+    silent = models(Answered(200, headers, alone), about, None, 3)
     assert json.loads(silent.body)["rollout"] is None, "the coordinator does not answer"
     refused = Answered(401, [], b"no")
-    assert models(refused, [], None) is refused
+    assert models(refused, [], None, 3) is refused
 
 
 def test_the_documentation_describes_what_only_a_fleet_tells() -> None:
@@ -199,7 +200,7 @@ def test_the_documentation_describes_what_only_a_fleet_tells() -> None:
     one = Answered(200, [], msgspec.json.encode(ModelList(data=[engine.info])))
     last = Rollout(state="failed", path="/v1/models/m/reload", of=2, done=("b",), replica="a", error="no")
     told = {
-        "/v1/models": [models(one, [], msgspec.to_builtins(last)), models(one, [], None)],
+        "/v1/models": [models(one, [], msgspec.to_builtins(last), 2), models(one, [], None, 2)],
         "/health/ready": [readiness([one], 2)],
     }
     for path, answers in told.items():
