@@ -147,7 +147,8 @@ def view(before: Look, after: Look, time: float) -> View:
         changes[name] = _change(then if then is not None and then.sums else counts, counts)
     rows = [_row(name, change, seconds) for name, change in changes.items()]
     total = _row(TOTAL, _together(changes.values()), seconds)
-    turned_away = sum(_grown(before.turned_away, name, n) for name, n in after.turned_away.items())
+    known = before.turned_away  # a front that was silent then would tell of its whole life
+    turned_away = sum(_grown(known, name, n) for name, n in after.turned_away.items() if name in known)
     return View(
         time=time,
         seconds=seconds,

@@ -154,6 +154,8 @@ def test_what_a_fleet_lacks_and_turns_away_stands_below_its_table() -> None:
         "2 of 3 replicas are ready",
         "proxies and fronts refuse 4.2 requests a second more",
     ]
+    silent = look("", fleet("a", "b"), 0.0, "")
+    assert view(silent, at(10.0, 130, 12), 0.0).turned_away_per_s == 0.0, "nobody knows since when"
     whole = view(at(10.0, 130, 12), at(11.0, 130, 12), 0.0)
     whole = msgspec.structs.replace(whole, of=2)
     assert len(lines(whole)) == 4, "all is as it should be"

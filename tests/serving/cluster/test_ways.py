@@ -11,6 +11,7 @@ import time
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
+from jgr.boot import boot_id
 from jgr.serving.cluster import doors, ways
 from jgr.serving.cluster.doors import Doors
 from jgr.serving.cluster.relay import Answered, Asked, ask, reply
@@ -71,7 +72,7 @@ def test_the_proxy_says_when_a_request_came_and_learns_how_long_answers_take() -
         await reply(send, Answered(200, [(b"x", b"y"), (LEFT, ways.written(left))], b"{}"))
 
     door = Doors(behind)
-    forged = (ARRIVED, ways.written(Stamp(ways.boot_id(), 1)))
+    forged = (ARRIVED, ways.written(Stamp(boot_id(), 1)))
     for _ in range(2):
         before_ns = time.monotonic_ns()
         answered = asyncio.run(ask(door, Asked("GET", "/v1/models", b"", [forged], b"")))
