@@ -56,7 +56,7 @@ OF_EXTRAS = (
     "jgr.evaluation.validation",
     *(f"jgr.simulation.controller.{name}" for name in ("boosting", "episodes", "ppo", "train")),
     "jgr.features.redis_store",
-    "jgr.embeddings.bounded_redis",
+    "jgr.bounded_redis",
     "jgr.embeddings.redis_shard",
     *(f"jgr.library.{name}" for name in ("build", "clusters", "finder", "index")),
     *(

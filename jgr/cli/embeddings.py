@@ -3,8 +3,9 @@
 `jgr serve --set embeddings.remote=...` reads what its folder lacks. The last line of stdout is one JSON document that
 says what is there.
 
-Any family will do whose folder has a table (train.tables, or jgr convert --tables). --local_rows=N leaves the first N
-rows out, and with --out writes a folder that has only these. An upload that was ended goes on where it was.
+Any family will do whose folder has tables (train.tables, or jgr convert --tables). --local_rows=N leaves the first N
+rows of each table out, so that one of N rows or fewer is not uploaded at all, and with --out writes a folder that has
+only these. An upload that was ended goes on where it was.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from jgr.config import UserError
 if TYPE_CHECKING:
     from jgr.models.table_file import TableFile
 
-HELP = "upload: put the rows of a model's table of embeddings into a Redis server"
+HELP = "upload: put the rows of a model's tables of embeddings into a Redis server"
 TIMEOUT_S = 30.0
 
 
@@ -34,7 +35,10 @@ def define_flags() -> None:
         "Redis server that gets the rows, redis://host:port/db; short for --set embeddings.remote=...",
     )
     flags.DEFINE_integer(
-        "local_rows", None, "how many of the first rows are not uploaded; default: none", lower_bound=0
+        "local_rows",
+        None,
+        "how many of each table's first rows are not uploaded; default: none",
+        lower_bound=0,
     )
     flags.DEFINE_string("out", None, "folder to write: the model with the rows of --local_rows alone")
     console.define_overwrite()
@@ -58,9 +62,11 @@ def main(argv: Sequence[str]) -> int:
     extras.require("redis", "jgr embeddings upload")
     out = Path(values.out) if values.out else None
     report = upload(Path(config.model.path), remote, values.local_rows or 0, out, values.overwrite)
-    print(
-        f"{report['rows']} rows of {report['row_bytes']} bytes are in the server of --remote, {report['new']} are new"
-    )
+    for table, there in report.items():
+        print(
+            f"table {table}: {there['rows']} rows of {there['row_bytes']} bytes are in the server of --remote, "
+            f"{there['new']} are new"
+        )
     if out:
         print(
             f"{out}: has the first {values.local_rows} rows; serve it with embeddings.tables=paged and .remote"
@@ -69,31 +75,40 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def upload(folder: Path, remote: str, local_rows: int, out: Path | None, overwrite: bool) -> dict[str, int]:
-    """Put the rows from local_rows on into a server, and write `out` once they are there. Raises UserError."""
-    import msgspec
-
-    from jgr.embeddings import redis_shard
+def upload(
+    folder: Path, remote: str, local_rows: int, out: Path | None, overwrite: bool
+) -> dict[str, dict[str, int]]:
+    """Put each table's rows from local_rows on into a server, and write `out` once they are there. Returns what is
+    there of each. Raises UserError."""
     from jgr.models import tables
 
     if out:
         _require_place(out, folder, overwrite)
-    table = _whole_table(folder)
-    header = table.header
-    if local_rows >= header.rows:
+    whole = _whole_tables(folder)
+    if local_rows >= (most := max(table.header.rows for table in whole)):
         raise UserError(
-            f"--local_rows: {local_rows}, but the table has {header.rows} rows: none is left to upload"
+            f"--local_rows: {local_rows}, but the largest table has {most} rows: none is left to upload"
         )
-    header = msgspec.structs.replace(header, first=local_rows, held=header.rows - local_rows)
-    with console.progress_bar("rows") as show:
-        rows = table.rows[local_rows:]
+    cut = [table for table in whole if table.header.rows > local_rows]
+    report = {table.header.name: _upload(table, remote, local_rows, overwrite) for table in cut}
+    if out:
+        tables.keep_first(folder, out, cut, local_rows)
+    return report
+
+
+def _upload(table: TableFile, remote: str, first: int, overwrite: bool) -> dict[str, int]:
+    import msgspec
+
+    from jgr.embeddings import redis_shard
+
+    header = msgspec.structs.replace(table.header, first=first, held=table.header.rows - first)
+    with console.progress_bar(f"rows of {header.name}") as show:
+        rows = table.rows[first:]
         new = redis_shard.upload(remote, header, rows, TIMEOUT_S, overwrite=overwrite, show=show)
     if not table.unchanged:
         raise UserError(
             f"{table.path}: was written to while it was uploaded; upload it again, with --overwrite"
         )
-    if out:
-        tables.keep_first(folder, out, local_rows)
     return {"rows": header.held, "first": header.first, "row_bytes": header.row_bytes, "new": new}
 
 
@@ -108,8 +123,8 @@ def _require_place(out: Path, folder: Path, overwrite: bool) -> None:
     checkpoint.require_writable(out)
 
 
-def _whole_table(folder: Path) -> TableFile:
-    """The table of a model's folder, once it is known to be undamaged and whole."""
+def _whole_tables(folder: Path) -> list[TableFile]:
+    """The tables of a model's folder, once they are known to be undamaged and whole."""
     from jgr.models import scorers, tables
     from jgr.models.model_files import ModelFiles
 
@@ -121,11 +136,13 @@ def _whole_table(folder: Path) -> TableFile:
     files = ModelFiles(folder)
     files.check()
     cfg = scorers.load_config(folder)
-    table = tables.open_table(folder, tables.ITEMS, scorers.scorer(cfg).spec(cfg), files)
-    table.verify()
-    of = table.header
-    if of.held < of.rows:
-        raise UserError(
-            f"{table.path}: has {of.held} of {of.rows} rows; upload them from the folder that has all"
-        )
-    return table
+    specs = scorers.scorer(cfg).spec(cfg)
+    found = [tables.open_table(folder, name, specs, files) for name in tables.there(folder, cfg)]
+    for table in found:
+        table.verify()
+        of = table.header
+        if of.held < of.rows:
+            raise UserError(
+                f"{table.path}: has {of.held} of {of.rows} rows; upload them from the folder that has all"
+            )
+    return found

@@ -8,10 +8,11 @@ table is stands in jgr:rows:<table>:<model>.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import redis
 
-from jgr.embeddings.bounded_redis import BoundedRedis
+from jgr.bounded_redis import BoundedRedis
 from jgr.embeddings.breaker import Breaker
 from jgr.embeddings.shards import ShardAway, ShardError
 from jgr.fields import one_line
@@ -110,11 +111,10 @@ class _Server:
 
     def header(self) -> TableHeader | None:
         """What the rows are; None where the server has none."""
-        found = self.ask("GET", self.key, most=HEADER_BYTES)
+        with self._named():
+            found = self._redis.value(self.key, HEADER_BYTES)
         if found is None:
             return None
-        if not isinstance(found, bytes):
-            raise self._out_of_step("GET", found)
         try:
             return msgspec.json.decode(found, type=TableHeader)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -142,31 +142,27 @@ class _Server:
 
     def values(self, keys: list[str], row_bytes: int, until_s: float | None = None) -> list[bytes | None]:
         """The values of rows' keys, which may be wrong ones, but of no other number and not longer than a row's."""
-        found = self.ask("MGET", *keys, values=len(keys), most=CHECKSUM + row_bytes, until_s=until_s)
-        if not isinstance(found, list) or len(found) != len(keys):
-            raise self._out_of_step("MGET", found)
-        return found
+        with self._named():
+            return self._redis.values(keys, CHECKSUM + row_bytes, until_s)
 
-    def ask(self, *command: Any, **bounds: Any) -> Any:
+    def ask(self, *command: Any) -> Any:
         """See BoundedRedis.ask."""
+        with self._named():
+            return self._redis.ask(*command)
+
+    def close(self) -> None:
+        self._redis.close()
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
         try:
-            return self._redis.ask(*command, **bounds)
+            yield
         except (redis.RedisError, OSError, ValueError, TypeError) as cause:
             # The last two come of options of the address.
             raise ShardAway(
                 f"table {self._table}: the server of embeddings.remote failed: "
                 f"{one_line(cause) or type(cause).__name__}"
             ) from cause
-
-    def close(self) -> None:
-        self._redis.close()
-
-    def _out_of_step(self, command: str, found: object) -> ShardError:
-        self._redis.forget_idle()
-        return ShardError(
-            f"table {self._table}: the server of embeddings.remote failed: it answered {command} with "
-            f"{type(found).__name__}"
-        )
 
 
 def rows_at_once(header: TableHeader) -> int:

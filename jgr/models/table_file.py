@@ -39,12 +39,11 @@ class TableError(UserError):
     """A table's file that is missing, damaged, or not the one that the model needs."""
 
 
-class TableHeader(Struct, frozen=True, forbid_unknown_fields=True):
+class TableHeader(Struct, frozen=True):
     """What a file's rows are.
 
     name: the table's. rows: of the whole table. width: numbers of a row. model: the identity of the model
-    (`ModelFiles.identity`); "": of any. ids: dense, a row is an id's own; hashed, it is `hashed_rows` of the id.
-    first, held: which rows this file has. sha256: of their bytes.
+    (`ModelFiles.identity`); "": of any. first, held: which rows this file has. sha256: of their bytes.
     """
 
     name: str
@@ -55,7 +54,6 @@ class TableHeader(Struct, frozen=True, forbid_unknown_fields=True):
     first: Annotated[int, _COUNT]
     held: Annotated[int, _COUNT]
     sha256: str
-    ids: Literal["dense", "hashed"] = "dense"
 
     @property
     def numpy_dtype(self) -> np.dtype[Any]:
@@ -71,14 +69,6 @@ def row_dtype(name: RowType) -> np.dtype[Any]:
     return np.dtype(ml_dtypes.bfloat16) if name == "bfloat16" else np.dtype(name)
 
 
-def hashed_rows(ids: npt.NDArray[np.int64], rows: int) -> npt.NDArray[np.int64]:
-    """The rows [n] of hashed ids [n] in a table of so many: SplitMix64 of the id, modulo the rows."""
-    x = ids.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return ((x ^ (x >> np.uint64(31))) % np.uint64(rows)).astype(np.int64)
-
-
 def write(
     path: Path,
     name: str,
@@ -89,7 +79,6 @@ def write(
     model: str = "",
     rows: int | None = None,
     first: int = 0,
-    ids: Literal["dense", "hashed"] = "dense",
 ) -> TableHeader:
     """Write a table, or a shard of one, from parts [n, width] of any float dtype, which are rounded to `dtype`.
 
@@ -114,7 +103,7 @@ def write(
             stream.write(data)
             held += len(values)
         header = TableHeader(
-            name, held if rows is None else rows, width, dtype, model, first, held, digest.hexdigest(), ids
+            name, held if rows is None else rows, width, dtype, model, first, held, digest.hexdigest()
         )
         stream.seek(0)
         stream.write((MAGIC + msgspec.json.encode(header)).ljust(HEADER_BYTES))

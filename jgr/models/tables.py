@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -106,34 +106,33 @@ def there(folder: Path, cfg: Any) -> tuple[str, ...]:
     return tuple(name for name in of(cfg) if (folder / path_of(name)).is_file())
 
 
-def keep_first(folder: Path, out: Path, rows: int) -> None:
-    """Write to `out` the model of a folder with only the first rows of its items; what stands there is replaced.
+def keep_first(folder: Path, out: Path, cut: Sequence[TableFile], rows: int) -> None:
+    """Write to `out` the model of a folder with only the first rows of the tables `cut`, which are the folder's and
+    have more; what stands there is replaced.
 
     It is the same model, so the others may be in any shard of it. Raises TableError, CheckpointError.
     """
-    path = path_of(ITEMS)
-    table = TableFile(folder / path)
-    header, step = table.header, max(1, table_file.READ_BYTES // table.header.row_bytes)
-    beside = folder / path.parent
+    names, beside = {table.path.name for table in cut}, folder / path_of(ITEMS).parent
     with checkpoint.replacing(out) as aside:
         shutil.copytree(
             folder,
             aside,
-            ignore=lambda at, names: {path.name} if Path(at) == beside else set(),
+            ignore=lambda at, _: names if Path(at) == beside else set(),
             dirs_exist_ok=True,
         )
-        table_file.write(
-            aside / path,
-            header.name,
-            (table.rows[at : min(at + step, rows)] for at in range(0, rows, step)),
-            width=header.width,
-            dtype=header.dtype,
-            model=header.model,
-            rows=header.rows,
-            ids=header.ids,
-        )
-        if not table.unchanged:
-            raise TableError(f"{table.path}: was written to while it was read")
+        for table in cut:
+            header, step = table.header, max(1, table_file.READ_BYTES // table.header.row_bytes)
+            table_file.write(
+                aside / path_of(header.name),
+                header.name,
+                (table.rows[at : min(at + step, rows)] for at in range(0, rows, step)),
+                width=header.width,
+                dtype=header.dtype,
+                model=header.model,
+                rows=header.rows,
+            )
+            if not table.unchanged:
+                raise TableError(f"{table.path}: was written to while it was read")
 
 
 def declared(folder: Path, cfg: Any, specs: PyTree) -> PyTree:

@@ -50,13 +50,8 @@ def test_a_folder_with_few_rows_is_served_as_the_whole_one(
     cfg = FAMILIES[name]
     whole, few = folder_of(tmp_path / "whole", cfg), tmp_path / "few"
     report = upload(whole, server.address, KEPT, few, overwrite=False)
-    row_bytes = TableFile(whole / TABLE).header.row_bytes
-    assert report == {
-        "rows": len(ITEMS) - KEPT,
-        "first": KEPT,
-        "row_bytes": row_bytes,
-        "new": len(ITEMS) - KEPT,
-    }
+    lacking, row_bytes = len(ITEMS) - KEPT, TableFile(whole / TABLE).header.row_bytes
+    assert report == {"items": {"rows": lacking, "first": KEPT, "row_bytes": row_bytes, "new": lacking}}
     kept, files = TableFile(few / TABLE), ModelFiles(few)
     assert kept.header.held == KEPT and (kept.rows == TableFile(whole / TABLE).rows[:KEPT]).all()
     files.check()
@@ -76,15 +71,16 @@ def test_the_command_says_what_is_there_and_comes_a_second_time(tmp_path: Path, 
     done = run("upload", str(whole), remote, f"--local_rows={KEPT}", f"--out={few}")
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
-    assert lines[0] == "40 rows of 32 bytes are in the server of --remote, 40 are new"
+    assert lines[0] == "table items: 40 rows of 32 bytes are in the server of --remote, 40 are new"
     assert lines[1].startswith(f"{few}: has the first 20 rows; serve it with")
-    assert json.loads(lines[-1]) == {"rows": 40, "first": 20, "row_bytes": 32, "new": 40}
+    assert json.loads(lines[-1]) == {"items": {"rows": 40, "first": 20, "row_bytes": 32, "new": 40}}
     done = run("upload", str(whole), f"--set=embeddings.remote={server.address}", f"--local_rows={KEPT}")
-    assert json.loads(done.stdout.splitlines()[-1])["new"] == 0
+    assert json.loads(done.stdout.splitlines()[-1])["items"]["new"] == 0
     done = run("upload", str(whole), remote)
     assert done.returncode == 2 and "holds other rows of this model: --overwrite replaces it" in done.stderr
     done = run("upload", str(whole), remote, "--overwrite")
-    assert json.loads(done.stdout.splitlines()[-1]) == {"rows": 60, "first": 0, "row_bytes": 32, "new": 20}
+    there = {"rows": 60, "first": 0, "row_bytes": 32, "new": 20}
+    assert json.loads(done.stdout.splitlines()[-1]) == {"items": there}
 
 
 def test_mistakes_are_named(tmp_path: Path) -> None:
@@ -113,7 +109,7 @@ def test_what_cannot_be_uploaded_is_refused(tmp_path: Path) -> None:
             upload(folder, "unix:///none", local_rows, out, overwrite=False)
 
     refused(resident, 0, None, "has no embeddings/items.table; train it with train.tables=float32")
-    refused(folder, 60, None, "--local_rows: 60, but the table has 60 rows")
+    refused(folder, 60, None, "--local_rows: 60, but the largest table has 60 rows")
     refused(folder, 20, folder, "is the model's own folder")
     refused(folder, 20, resident, "holds a model: --overwrite replaces it")
     with open(folder / TABLE, "r+b") as file:

@@ -65,7 +65,7 @@ def test_a_server_that_dies_is_slow_or_lies_is_an_error(tmp_path: Path, server: 
     filled(server, local)
     proxy = Proxy(server.socket)
     try:
-        remote = RedisShard(proxy.address, "items", "m", 0.3)
+        remote = RedisShard(proxy.address, "items", "m", 1.0)
         shards = Shards({"items": [local, remote]})
         asked = np.array([3, 30, 31], np.int64)
         assert (shards.read("items", asked) == ROWS[asked]).all()

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,9 +22,10 @@ from jgr.features.addresses import open_store
 from jgr.features.cache import FeatureCache
 from jgr.features.memory import FRESH, MISSING, STALE
 from jgr.features.redis_store import PREFIX
-from jgr.features.schema import Schema
+from jgr.features.schema import MAX_RECORD_BYTES, Schema
 from jgr.features.stores import FeatureStore, StoreError
 from jgr.fields import UserError
+from tests.embeddings.test_lying_servers import LyingProxy
 from tests.features.redis_process import Proxy, RedisProcess
 
 SCHEMA = Schema.parse("x:int32")
@@ -160,6 +163,66 @@ def test_wrong_types_and_cut_values_are_counted(server: RedisProcess, proxy: Pro
         direct.mset({PREFIX + ITEMS[0]: RECORDS[0], PREFIX + ITEMS[1]: RECORDS[1]})
         until(lambda: cache.get_many(rows(0, 1)).states.tolist() == [FRESH, FRESH])
         assert cache.close(PATIENCE_S)
+
+
+def test_a_value_longer_than_any_record_costs_its_own_item_alone(server: RedisProcess, proxy: Proxy) -> None:
+    with redis.Redis.from_url(server.address) as direct:
+        direct.set(PREFIX + ITEMS[0], bytes(MAX_RECORD_BYTES + 1))
+        direct.set(PREFIX + ITEMS[2], bytes(5 << 20))
+    store = open_store(proxy.address, PATIENCE_S)
+    found = store.get_many([*ITEMS[:4], "not there"])
+    assert found == [b"", RECORDS[1], b"", RECORDS[3], None]
+    assert store.get_many(ITEMS[3:4]) == [RECORDS[3]]  # nothing of the long ones is left
+    store.close()
+    cache = serve(proxy)
+    assert cache.get_many(rows(0, 1, 2, 3)).states.tolist() == [MISSING, FRESH, MISSING, FRESH]
+    assert (cache.counts().invalid, cache.counts().failures) == (2, 0)
+    assert cache.close(PATIENCE_S)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"*1000000000\r\n",
+        b"*-1\r\n",
+        b":7\r\n",
+        b"$-1\r\n",
+        b"*2\r\n*0\r\n*0\r\n",
+        b"*2\r\n$3\r\nabcdefg\r\n",
+        b"HTTP/1.1 400 Bad Request\r\n\r\n",
+        b"-" + 5000 * b"a",
+    ],
+)
+def test_a_server_that_answers_something_else_is_a_failure_and_the_next_answer_is_right(
+    server: RedisProcess, proxy: Proxy, answer: bytes
+) -> None:
+    lying = LyingProxy(server.socket)
+    store = open_store(lying.address, PATIENCE_S)
+    lying.lie = lambda client: client.sendall(answer)
+    with pytest.raises(StoreError, match=r"^the Redis server failed: "):
+        store.get_many(ITEMS[:2])
+    lying.lie = None
+    assert store.get_many(ITEMS[:2]) == RECORDS[:2]
+    store.close()
+    lying.close()
+
+
+def test_an_answer_in_drops_ends_in_time(server: RedisProcess, proxy: Proxy) -> None:
+    lying, ended = LyingProxy(server.socket), threading.Event()
+
+    def drip(client: socket.socket) -> None:
+        client.sendall(b"*1\r\n$40000\r\n")
+        with contextlib.suppress(OSError):
+            while not ended.wait(0.02):
+                client.sendall(b"x")
+
+    lying.lie = drip
+    store = open_store(lying.address, 0.3)
+    with pytest.raises(StoreError, match=r"its answer was not whole within 0\.3 s"):
+        store.get_many(ITEMS[:1])  # each drop comes in time
+    ended.set()
+    store.close()
+    lying.close()
 
 
 def test_a_slow_server_is_not_waited_for_beyond_the_deadline(proxy: Proxy) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jgr.models import table_file
-from jgr.models.table_file import HEADER_BYTES, TableError, TableFile, hashed_rows
+from jgr.models.table_file import HEADER_BYTES, TableError, TableFile
 
 ROWS = np.random.default_rng(3).standard_normal((50, 8), np.float32)
 
@@ -69,10 +69,3 @@ def test_damage_is_told(tmp_path: Path) -> None:
         TableFile(tmp_path / "none")
     with pytest.raises(ValueError, match="all finite in float16"):
         table_file.write(path, "items", [ROWS * 1e6], width=8, dtype="float16")
-
-
-def test_hashed_ids_have_rows_of_the_table() -> None:
-    # The first outputs of SplitMix64 for the states 0 and 1, from its published reference.
-    of = [0xE220A8397B1DCDAF, 0x910A2DEC89025CC1]
-    assert hashed_rows(np.array([0, 1]), 1000).tolist() == [x % 1000 for x in of]
-    assert len(np.unique(hashed_rows(np.arange(1000), 1 << 40))) == 1000

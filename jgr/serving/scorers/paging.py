@@ -93,20 +93,19 @@ def open_tables(folder: Path, files: ModelFiles | None, cfg: ScorerConfig) -> di
 
 
 def shards_of(table: TableFile, config: Config) -> list[Shard]:
-    """The file, and for the items the server of embeddings.remote where one is named. ShardError where that has not
-    this table."""
+    """The file, and the server of embeddings.remote for what that lacks. ShardError where it has not this table."""
     found: list[Shard] = [LocalShard(table)]
     of, settings = table.header, config.embeddings
-    if of.held < of.rows and not settings.remote:
+    if of.held == of.rows:
+        return found
+    if not settings.remote:
         raise ConfigError(
             f"{table.path}: has {of.held} of {of.rows} rows; name the server that has the others, embeddings.remote"
         )
-    if settings.remote and of.name == tables.ITEMS:
-        extras.require("redis", "embeddings.remote")
-        from jgr.embeddings.redis_shard import RedisShard
+    extras.require("redis", "embeddings.remote")
+    from jgr.embeddings.redis_shard import RedisShard
 
-        found.append(RedisShard(settings.remote, of.name, of.model, settings.timeout_ms / 1e3))
-    return found
+    return [*found, RedisShard(settings.remote, of.name, of.model, settings.timeout_ms / 1e3)]
 
 
 def share_of_rows(config: Config, memory: Memory) -> int:

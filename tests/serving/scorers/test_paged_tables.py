@@ -13,7 +13,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import redis
 
+from jgr.cli.embeddings import upload
 from jgr.config import Config, UserError
 from jgr.features.addresses import open_store
 from jgr.features.schema import Schema
@@ -46,6 +48,7 @@ WITHOUT = 7
 """The store has none of every so many items."""
 SLOW = ("features.max_wait_ms=30000", "features.timeout_ms=30000", "features.absent_ttl_s=3600")
 PAGED = ("embeddings.tables=paged", "cache.device_mb=0.2")
+KEPT = 20
 SHARES = ("part", "request", "cache")
 
 
@@ -132,6 +135,35 @@ def test_scores_are_exact_while_two_dozen_tables_and_users_take_pages_from_each_
         assert border.counts["moves"] > 40 and border.counts["to_users"] > 0
         assert sum(event(server, "evicted", f"features.{of.name}") for of in CATEGORIES) > 0
     require_same(found, expected)
+
+
+def test_rows_that_the_folder_lacks_of_any_table_come_from_a_server(
+    tmp_path: Path, wide: Callable[..., Config]
+) -> None:
+    whole, few = tmp_path / "wide", tmp_path / "few"
+    remote = wide().features.store  # features and rows have keys of their own, so one server will do
+    report = upload(whole, remote, KEPT, few, overwrite=False)
+    cut = {of.name: of.rows for of in CATEGORIES if of.rows > KEPT}
+    assert {name: there["new"] for name, there in report.items()} == {
+        "items": len(ITEMS) - KEPT,
+        **{f"features.{name}": rows - KEPT for name, rows in cut.items()},
+    }
+    bodies = [asked(WIDE, seed) for seed in range(12)]
+    with ScorerServer(wide(*PAGED)) as server:
+        expected = items_of(server, bodies)
+    lacking = (f"model.path={few}", f"embeddings.remote={remote}", "embeddings.timeout_ms=30000")
+    with ScorerServer(wide(*PAGED, *lacking)) as server:
+        assert items_of(server, bodies) == expected
+        for of in CATEGORIES:
+            far = {row for row in rows_asked_for(bodies, of) if row >= KEPT}
+            assert event(server, "remote", f"features.{of.name}") == len(far)
+            assert of.name not in cut or far
+    with redis.Redis.from_url(remote) as client:
+        client.delete(*client.keys("jgr:rows:features.f23:*"))
+    with pytest.raises(
+        UserError, match=r"table features\.f23: the server of embeddings\.remote has no rows of"
+    ):
+        load_any(wide(*PAGED, *lacking))
 
 
 @pytest.mark.parametrize("share", SHARES)

@@ -188,7 +188,6 @@ def test_rows_of_16_bits_are_scored_as_the_rounded_table(tmp_path: Path) -> None
             (*PAGED, "executors.share_user=cache", "memory.split=0.01", "memory.least=0.001"),
             "0 of 16 pages of 1 KB for rows",
         ),
-        ("float32", (*PAGED, "embeddings.remote=unix:///none"), "the server of embeddings.remote failed"),
     ],
 )
 def test_what_cannot_be_served_is_refused_at_start(
@@ -230,6 +229,8 @@ def test_rows_that_a_dead_server_has_are_an_error_and_the_others_are_served(tmp_
         assert status == 503 and answer["error"]["type"] == "unavailable"
         assert served.metric('jgr_embedding_rows_total{event="failed",table="items"}') == 2
         assert len(served.rank(**here)["items"]) == 4
+    with pytest.raises(UserError, match=r"table items: the server of embeddings\.remote failed"):
+        load_any(settings(folder, *PAGED, *remote))
 
 
 @pytest.mark.parametrize("how", ["touched", "renamed"])

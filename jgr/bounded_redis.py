@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import select
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, cast
@@ -31,13 +31,14 @@ READ_BYTES = 1 << 16
 @dataclass(frozen=True)
 class _Bounds:
     """until_s: when a reply must be whole, by the clock. values: how many it has where it is an array. most: bytes of
-    the longest one."""
+    the longest one. longer: what stands for one that is longer, which is read and dropped; None: it is refused."""
 
     until_s: float
     timeout_s: float
     clock: Callable[[], float]
     values: int = 1
     most: int = LINE_BYTES
+    longer: bytes | None = None
 
     def left_s(self) -> float:
         """Raises redis.TimeoutError where nothing is left."""
@@ -75,25 +76,57 @@ class BoundedRedis:
         kind = type(base.__name__, (_Timely, base), {})
         self._client: Any = redis.Redis(connection_pool=ConnectionPool(connection_class=kind, **options))
 
-    def ask(
-        self, *command: Any, values: int = 1, most: int = LINE_BYTES, until_s: float | None = None
-    ) -> Any:
-        """The reply to a command: bytes, None, an int, or a list of bytes and None; what redis-py makes of some.
+    def ask(self, *command: Any, until_s: float | None = None) -> Any:
+        """The reply to a command: a status, an int, or None; what redis-py makes of some.
 
-        values, most: see _Bounds. until_s: by the clock; None: timeout_s from now. Raises redis.RedisError or OSError.
+        until_s: by the clock; None: timeout_s from now. Raises redis.RedisError or OSError.
         """
+        with self._within(until_s):
+            return self._client.execute_command(*command)
+
+    def ask_each(self, commands: Sequence[Sequence[Any]], until_s: float | None = None) -> list[Any]:
+        """The replies to several commands in one round trip, as `ask` gives them."""
+        with self._within(until_s), self._client.pipeline(transaction=False) as asking:
+            for command in commands:
+                asking.execute_command(*command)
+            return cast(list[Any], asking.execute())
+
+    def value(self, key: str, most: int) -> bytes | None:
+        """The value of a key, of so many bytes at most; None where there is none. Raises as `ask` does."""
+        with self._within(None, most=most):
+            found = self._client.execute_command("GET", key)
+        if found is None or isinstance(found, bytes):
+            return found
+        raise self._out_of_step("GET", found)
+
+    def values(
+        self, keys: Sequence[str], most: int, until_s: float | None = None, longer: bytes | None = None
+    ) -> list[bytes | None]:
+        """The values [n >= 1] of keys in one round trip, each of so many bytes at most. longer: see _Bounds. Raises as
+        `ask` does."""
+        with self._within(until_s, len(keys), most, longer):
+            found = self._client.execute_command("MGET", *keys)
+        if isinstance(found, list) and len(found) == len(keys):
+            return found
+        raise self._out_of_step("MGET", found)
+
+    @contextlib.contextmanager
+    def _within(
+        self, until_s: float | None, values: int = 1, most: int = LINE_BYTES, longer: bytes | None = None
+    ) -> Iterator[None]:
         if until_s is None:
             until_s = self.clock() + self.timeout_s
-        token = _bounds.set(_Bounds(until_s, self.timeout_s, self.clock, values, most))
+        token = _bounds.set(_Bounds(until_s, self.timeout_s, self.clock, values, most, longer))
         try:
-            return self._client.execute_command(*command)
+            yield
         finally:
             _bounds.reset(token)
 
-    def forget_idle(self) -> None:
-        """Close the connections that nobody uses: after a reply of the wrong kind the next one may be out of step."""
+    def _out_of_step(self, command: str, found: object) -> InvalidResponse:
+        """The next reply may be out of step with what is asked then, so connections that nobody uses are closed."""
         with contextlib.suppress(redis.RedisError, OSError):
             self._client.connection_pool.disconnect(inuse_connections=False)
+        return InvalidResponse(f"it answered {command} with {type(found).__name__}")
 
     def close(self) -> None:
         with contextlib.suppress(redis.RedisError, OSError):
@@ -189,6 +222,9 @@ class _Parser:
         size = _number(said)
         if size == -1:
             return None
+        if size > bounds.most and bounds.longer is not None:
+            self._drop(size + 2, bounds)
+            return bounds.longer
         if not 0 <= size <= bounds.most:
             raise InvalidResponse(f"a value of {size} bytes, where at most {bounds.most} were asked for")
         end = self._at + size
@@ -199,6 +235,15 @@ class _Parser:
         value = bytes(memoryview(self._held)[self._at : end])
         self._at = end + 2
         return value
+
+    def _drop(self, size: int, bounds: _Bounds) -> None:
+        """Read so many bytes, and keep none of them."""
+        while (held := len(self._held) - self._at) < size:
+            size -= held
+            self._held.clear()
+            self._at = 0
+            self._more(bounds)
+        self._at += size
 
     def _line(self, bounds: _Bounds) -> tuple[bytes, bytes]:
         """The first byte of a line, and the others."""
