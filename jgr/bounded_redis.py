@@ -205,15 +205,18 @@ class _Parser:
 
     def _values(self, count: int, bounds: _Bounds) -> list[bytes | None]:
         found: list[bytes | None] = []
-        usual = b"$%d\r\n" % bounds.most  # so a row begins: most values are one, and need no search
-        begin, size = len(usual), len(usual) + bounds.most
+        # Most values are as long as the one before, and need no search: `usual` is how such a value begins.
+        usual, size, held = b"$%d\r\n" % bounds.most, bounds.most, self._held
         for _ in range(count):
-            at, held = self._at, self._held
-            if held.startswith(usual, at) and held.startswith(b"\r\n", at + size):
-                found.append(bytes(held[at + begin : at + size]))
-                self._at = at + size + 2
-            else:
-                found.append(self._value(*self._line(bounds), bounds))
+            at, end = self._at, self._at + len(usual) + size
+            if held.startswith(usual, at) and held.startswith(b"\r\n", end):
+                found.append(bytes(held[at + len(usual) : end]))
+                self._at = end + 2
+                continue
+            value = self._value(*self._line(bounds), bounds)
+            found.append(value)
+            if value:
+                usual, size = b"$%d\r\n" % len(value), len(value)
         return found
 
     def _value(self, kind: bytes, said: bytes, bounds: _Bounds) -> bytes | None:

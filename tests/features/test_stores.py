@@ -165,6 +165,23 @@ def test_wrong_types_and_cut_values_are_counted(server: RedisProcess, proxy: Pro
         assert cache.close(PATIENCE_S)
 
 
+def test_values_of_any_bytes_and_lengths_come_back(server: RedisProcess) -> None:
+    """Some of which look like the end of a value, or the beginning of the next."""
+    rng = np.random.default_rng(0)
+    parts = (b"\r\n", b"$4\r\n", b"$0\r\n\r\n", b"a", b"", b"*2\r\n", b"$-1\r\n")
+    values = [
+        b"".join(parts[part] for part in rng.integers(0, len(parts), rng.integers(0, 6))) for _ in range(3000)
+    ]
+    values[::7] = [
+        bytes(rng.integers(0, 256, size, np.uint8)) for size in rng.integers(0, 4, len(values[::7]))
+    ]
+    store = open_store(server.address, PATIENCE_S)
+    names = [str(place) for place in range(len(values))]
+    store.put_many(names, values)
+    assert store.get_many([*names, "not there", *names]) == [*values, None, *values]
+    store.close()
+
+
 def test_a_value_longer_than_any_record_costs_its_own_item_alone(server: RedisProcess, proxy: Proxy) -> None:
     with redis.Redis.from_url(server.address) as direct:
         direct.set(PREFIX + ITEMS[0], bytes(MAX_RECORD_BYTES + 1))
