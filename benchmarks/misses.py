@@ -155,21 +155,24 @@ MISSES = (
         "best. In bursts the target cannot be reached in these pools, where a border that knew everything "
         "beforehand but moves by at most a step in each epoch is still farther off (`foresight` in the rows), and "
         "in no regime does the exact search reach it that is given the model which judges it (`milp`). The targets "
-        "are the paper's, for its own traffic. Where traffic neither drifts nor bursts, the learnt policy stays "
-        "near where it began.",
+        "are the paper's, for its own traffic. What a controller is told of an epoch hardly says where the best "
+        "split lies (`state` in the rows): the prices of misses and how skewed rows and users are, on which it "
+        "depends, are not in it. So where traffic neither drifts nor bursts, the learnt policy stays near where it "
+        "began.",
     ),
     Miss(
         "The order of HLEM's controllers",
         r"hlem-controller-ordered-regimes",
         "In drifting traffic the order is the paper's. In steady traffic the whole controller decides as the "
-        "learnt policy alone does, and fixed splits near the optimum happen to be nearer. In bursts the correction "
-        "and the rule for bursts lead farther from the best split than the learnt policy alone.",
+        "learnt policy alone does, and fixed splits near the optimum happen to be nearer. In bursts the rule for "
+        "them leads farther from the best split than the learnt policy alone goes.",
     ),
     Miss(
         "HLEM's controller over the best fixed split in bursts, in a model of epochs",
         r"hlem-controller-p99-over-best-static-burst",
-        "The learnt policy alone is ahead of every fixed split there; the whole controller adds the correction and "
-        "the rule for bursts, and is behind. Which of the two costs it was not taken apart.",
+        "The learnt policy alone is ahead of every fixed split there. The rule for bursts costs it that: it gives "
+        "rows' pages to users as long as a burst lasts, and the learnt policy hardly gives them back. With the "
+        "correction alone (`ppo, corrected` in the rows) it is ahead.",
     ),
     Miss(
         "HLEM's controller over the worst fixed split, in a model of epochs",

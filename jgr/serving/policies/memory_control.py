@@ -145,11 +145,24 @@ class Ppo(Held):
 
 
 class Full(Held):
-    """SmartAllocator: the base policy, corrected by the adapter; a burst takes it over (HLEM-16)."""
+    """SmartAllocator: the base policy, corrected by the adapter; a burst takes it over (HLEM-16).
 
-    def __init__(self, limits: Limits, base: BasePolicy, split: float | None = None, seed: int = 0) -> None:
+    corrects, recovers: whether it does either; the paper's ablations do without one.
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        base: BasePolicy,
+        split: float | None = None,
+        seed: int = 0,
+        *,
+        corrects: bool = True,
+        recovers: bool = True,
+    ) -> None:
         super().__init__(limits, split)
         self._base, self._adapter, self._recovery = base, Adapter(seed), Recovery()
+        self._corrects, self._recovers = corrects, recovers
         self._before: tuple[Float32, int, float] | None = None
         self._last_reward, self._worse, self._distrust = 1.0, 0, 0
 
@@ -162,18 +175,20 @@ class Full(Held):
         if self._before is not None:
             self._adapter.observe(*self._before, signals, self.limits)
         self._before = None
-        if self._recovery.detect(signals.p99_ms):
+        if self._recovers and self._recovery.detect(signals.p99_ms):
             return self._recovery.override(signals, self.split)
         if self._distrusted(signals):
             return self._to_safe()
         seen = state(signals, self.split, self.limits)
         action = self._base.action(seen)
-        chosen = self.limits.clip(self.split + ACTIONS[action] + self._adapter.correct(seen, action))
+        by = ACTIONS[action] + (self._adapter.correct(seen, action) if self._corrects else 0.0)
+        chosen = self.limits.clip(self.split + by)
         self._before = (seen, action, chosen)
         return chosen
 
     def learn(self) -> None:
-        self._adapter.learn()
+        if self._corrects:
+            self._adapter.learn()
 
     def forget(self) -> None:
         self._before = None

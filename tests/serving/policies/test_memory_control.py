@@ -155,6 +155,23 @@ def test_a_burst_gives_users_room_only_where_hot_users_make_it() -> None:
         assert after - before == pytest.approx(goes)
 
 
+def test_without_its_parts_the_whole_controller_is_the_learnt_policy() -> None:
+    random = np.random.default_rng(4)
+    told = [Signals(0.6, 0.3, 0.6, 8192.0, 0.1, float(p99), 300) for p99 in random.uniform(20.0, 90.0, 300)]
+
+    def course(corrects: bool, recovers: bool) -> list[float]:
+        controller = Full(LIMITS, BasePolicy(base(3)), 0.5, corrects=corrects, recovers=recovers)
+        controller._adapter.correct = lambda state, action: 0.01  # type: ignore[method-assign]
+        controller._distrusted = lambda signals: False  # type: ignore[method-assign]
+        return [controller.decide(signals) for signals in told]
+
+    alone = Ppo(LIMITS, BasePolicy(base(3)), 0.5)
+    assert course(False, False) == [alone.decide(signals) for signals in told]
+    both, corrected, ruled = course(True, True), course(True, False), course(False, True)
+    assert corrected == pytest.approx([min(0.9, 0.5 + 0.01 * at) for at in range(1, 301)])
+    assert ruled[-1] < 0.5 and ruled != both != corrected
+
+
 def test_without_signals_the_border_goes_to_the_safe_split_and_an_idle_epoch_moves_nothing() -> None:
     controller = Ppo(LIMITS, BasePolicy(base()), 0.62)
     assert controller.decide(None) == pytest.approx(0.58)
