@@ -23,9 +23,12 @@ from redis.connection import Connection, ConnectionPool, parse_url
 from redis.exceptions import InvalidResponse
 from redis.retry import Retry
 
+SCHEMES = ("redis://", "rediss://", "unix://")
 LINE_BYTES = 4096
 """The longest line of a reply: a status, an error, a number."""
 READ_BYTES = 1 << 16
+DROPPED_BYTES = 16 << 20
+"""The longest value that is read to be dropped, see _Bounds; a longer one is refused where it begins."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,15 @@ class BoundedRedis:
 
     def __init__(self, address: str, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.timeout_s, self.clock = timeout_s, clock
-        options: dict[str, Any] = cast(Any, parse_url)(address)
+        try:
+            options: dict[str, Any] = cast(Any, parse_url)(address)
+        except ValueError as cause:
+            if not address.startswith(SCHEMES):
+                raise
+            # What it says may have a part of the password in it.
+            raise ValueError(
+                "the address is not redis://[:password@]host:port/db; in a password, / # and ? are %2F %23 and %3F"
+            ) from cause
         base = options.pop("connection_class", Connection)
         options |= {
             "parser_class": _Parser,
@@ -225,7 +236,7 @@ class _Parser:
         size = _number(said)
         if size == -1:
             return None
-        if size > bounds.most and bounds.longer is not None:
+        if bounds.most < size <= DROPPED_BYTES and bounds.longer is not None:
             self._drop(size + 2, bounds)
             return bounds.longer
         if not 0 <= size <= bounds.most:

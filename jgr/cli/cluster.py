@@ -45,6 +45,8 @@ PROXY_S, LOOK_S = 30.0, 0.1
 """So long Ray's proxies have to listen once the replicas serve; and between two looks."""
 HEAD_S = 5.0
 """So long the head of a Ray cluster may take to accept a connection. Ray itself tries for minutes."""
+DRAINED_S, ANSWERED_S = 5.0, 0.2
+"""So much longer than requests may take fronts have to say that all ended; and answers, to leave the proxies."""
 TELL_S = 1.0
 """Between two looks for what keeps replicas from starting."""
 
@@ -253,6 +255,8 @@ def _serve(source: Source, host: str, port: int, address: str | None) -> int:
             signals.serves = True
             print(f"http://{host}:{port}", flush=True)
             signals.ended.wait()
+            if address is None:
+                _drain(source.configs()[0].server.drain_timeout_s)
     except _Stop:
         pass
     finally:
@@ -262,6 +266,26 @@ def _serve(source: Source, host: str, port: int, address: str | None) -> int:
         ray.shutdown()
     _log.info("ended")
     return 0
+
+
+def _drain(timeout_s: float) -> None:
+    """Have all fronts refuse what comes, and finish what they have: Ray ends its proxies at once."""
+    from ray import serve
+    from ray.exceptions import RayError
+    from ray.serve.exceptions import RayServeException
+
+    from jgr.serving.cluster.application import NAME
+
+    try:
+        left = (
+            serve.get_app_handle(NAME).broadcast("drain", timeout_s).results(timeout_s=timeout_s + DRAINED_S)
+        )
+    except (RayError, RayServeException, TimeoutError) as error:
+        _log.warning("not all of what was accepted is finished: %s", one_line(error))
+        return
+    if sum(left):
+        _log.warning("%d requests were not finished within %g s", sum(left), timeout_s)
+    time.sleep(ANSWERED_S)
 
 
 def _deploy(source: Source, host: str, port: int) -> None:

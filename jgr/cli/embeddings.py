@@ -116,8 +116,8 @@ def _require_place(out: Path, folder: Path, overwrite: bool) -> None:
     from jgr.files import refuse_overwriting
     from jgr.models import checkpoint
 
-    if out.resolve() == folder.resolve():
-        raise UserError(f"--out: {out} is the model's own folder, which would lose its rows")
+    if out.resolve().is_relative_to(folder.resolve()):
+        raise UserError(f"--out: {out} is the model's own folder, or in it")
     if (out / "params").is_dir():
         refuse_overwriting(out, overwrite, "--out", "a model")
     checkpoint.require_writable(out)

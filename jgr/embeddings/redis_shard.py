@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A table's rows in a Redis server, for what this machine lacks (HLEM-1: remote shards).
 
-A row is the value of the key jgr:rows:<table>:<model>:<row>: its bytes, behind a checksum over key and bytes. So a
-value of another row or width, or a damaged one, is noticed whoever wrote it; it is an error, and never a row. What the
-table is stands in jgr:rows:<table>:<model>.
+A row is the value of the key jgr:rows:<table>:<model>:<row>: its bytes, behind a checksum over key, bytes and the
+digest of the whole table. So a value of another row, width, type or table, or a damaged one, is noticed whoever wrote
+it; it is an error, and never a row. What the table is stands in jgr:rows:<table>:<model>.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class RedisShard:
     ) -> None:
         self._table, self._clock = table, clock
         self._server = _Server(address, table, model, timeout_s, clock)
-        self._breaker, self._lock = Breaker(), threading.Lock()
+        self._breaker, self._lock, self._why = Breaker(), threading.Lock(), ""
         found = self._server.header()
         if found is None:
             raise ShardError(
@@ -71,13 +71,14 @@ class RedisShard:
             if not self._breaker.may(self._clock()):
                 raise ShardAway(
                     f"table {self._table}: the server of embeddings.remote was not asked, since it failed "
-                    f"{self._breaker.failed_in_row} times in a row"
+                    f"{self._breaker.failed_in_row} times in a row, at last so: {self._why}"
                 )
         try:
             found = self._server.read(rows, self.header)
-        except ShardAway:
+        except ShardAway as error:
             with self._lock:
                 self._breaker.failed(self._clock())
+                self._why = str(error)
             raise
         except ShardError:  # a wrong answer is one
             with self._lock:
@@ -133,7 +134,7 @@ class _Server:
                 if value is None:
                     raise ShardError(f"table {self._table}: embeddings.remote lacks row {rows[place]}")
                 data = value[CHECKSUM:]
-                if len(data) != header.row_bytes or value[:CHECKSUM] != _checksum(key, data):
+                if len(data) != header.row_bytes or value[:CHECKSUM] != _checksum(header, key, data):
                     raise ShardError(f"table {self._table}: embeddings.remote gave a wrong row {rows[place]}")
                 found[place] = np.frombuffer(data, header.numpy_dtype)
         if self._clock() > until_s:
@@ -141,9 +142,9 @@ class _Server:
         return found
 
     def values(self, keys: list[str], row_bytes: int, until_s: float | None = None) -> list[bytes | None]:
-        """The values of rows' keys, which may be wrong ones, but of no other number and not longer than a row's."""
+        """The values of rows' keys, as many, which may be wrong ones; b"" for one that is longer than a row's."""
         with self._named():
-            return self._redis.values(keys, CHECKSUM + row_bytes, until_s)
+            return self._redis.values(keys, CHECKSUM + row_bytes, until_s, longer=b"")
 
     def ask(self, *command: Any) -> Any:
         """See BoundedRedis.ask."""
@@ -193,7 +194,8 @@ def upload(
     try:
         before = server.header()
         if before not in (None, header):
-            refuse_overwriting(Path("Redis"), overwrite, "--remote", "other rows of this model")
+            if not _same_table(before, header):
+                refuse_overwriting(Path("Redis"), overwrite, "--remote", "other rows of this model")
             server.ask("DEL", server.key)  # a table that is not whole is not found
         new = _put(server, header, rows, show)
         _check(server, header, show)
@@ -203,6 +205,11 @@ def upload(
         server.close()
 
 
+def _same_table(one: TableHeader | None, other: TableHeader) -> bool:
+    """Whether both are rows of one table, which may be others of them."""
+    return one is not None and (one.whole, one.dtype) == (other.whole, other.dtype)
+
+
 def _put(server: _Server, header: TableHeader, rows: npt.NDArray[Any], show: Show) -> int:
     step, new = rows_at_once(header), 0
     longest = 4 * header.width  # what was there before may be of a wider type
@@ -210,7 +217,8 @@ def _put(server: _Server, header: TableHeader, rows: npt.NDArray[Any], show: Sho
         some = np.ascontiguousarray(rows[at : at + step])
         keys = [f"{server.key}:{header.first + at + place}" for place in range(len(some))]
         wanted = {
-            key: _checksum(key, row.tobytes()) + row.tobytes() for key, row in zip(keys, some, strict=True)
+            key: _checksum(header, key, row.tobytes()) + row.tobytes()
+            for key, row in zip(keys, some, strict=True)
         }
         there = dict(zip(keys, server.values(keys, longest), strict=True))
         lacking = {key: value for key, value in wanted.items() if there[key] != value}
@@ -245,5 +253,6 @@ def _digest(rows: npt.NDArray[Any]) -> str:
     return digest.hexdigest()
 
 
-def _checksum(key: str, data: bytes) -> bytes:
-    return hashlib.blake2b(key.encode() + b"\0" + data, digest_size=CHECKSUM).digest()
+def _checksum(of: TableHeader, key: str, data: bytes) -> bytes:
+    named = f"{of.dtype} {of.whole} {key}".encode()
+    return hashlib.blake2b(named + b"\0" + data, digest_size=CHECKSUM).digest()

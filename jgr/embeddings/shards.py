@@ -119,7 +119,7 @@ class Shards:
 def _fit(name: str, headers: Sequence[TableHeader]) -> None:
     first, reached = headers[0], 0
     for of in headers:
-        for field in ("name", "rows", "width", "dtype", "model"):
+        for field in ("name", "rows", "width", "dtype", "model", "whole"):
             if getattr(of, field) != getattr(first, field):
                 raise ShardError(
                     f"table {name}: its shards differ: {field} is {getattr(first, field)!r} and {getattr(of, field)!r}"

@@ -42,6 +42,8 @@ MAX_QUEUED = 1 << 16
 COMMITTED = 512
 """The most items that are committed under one hold of the lock; more would delay gets."""
 JITTER = 0.1
+QUIET_NS = 5_000_000_000
+"""Between two lines of the log on values that are wrong."""
 
 UInt8 = npt.NDArray[np.uint8]
 Int32 = npt.NDArray[np.int32]
@@ -165,6 +167,7 @@ class FeatureCache:
         self._bind = config.bind_threads
         self._random = np.random.default_rng(seed)
         self._counts = Counts()
+        self._untold, self._told_ns = 0, -QUIET_NS  # wrong values that no line of the log has told of
         self._lock = threading.Lock()  # of all of the above
         self._queue: queue.SimpleQueue[list[int] | None] = queue.SimpleQueue()
         self._gathering = threading.Lock()
@@ -338,9 +341,7 @@ class FeatureCache:
         faults = self.schema.faults(values)
         for place, _ in faults:
             ends[place] = FAILED
-        if faults:
-            place, fault = faults[0]
-            _log.warning("%d feature values are wrong; that of item %r %s", len(faults), items[place], fault)
+        self._tell(items, faults)
         with self._lock:
             self._counts.invalid += len(faults)
             self._counts.not_found += values.count(None)
@@ -348,6 +349,17 @@ class FeatureCache:
         if len(ends) != len(items):
             raise ValueError(f"the store gave {len(ends)} values for {len(items)} items")
         return ends
+
+    def _tell(self, items: Sequence[str], faults: Sequence[tuple[int, str]]) -> None:
+        """Log values that are wrong: one line in QUIET_NS, however many fetches find some."""
+        now_ns = self._clock()
+        with self._lock:
+            self._untold += len(faults)
+            if not faults or now_ns - self._told_ns < QUIET_NS:
+                return
+            count, self._untold, self._told_ns = self._untold, 0, now_ns
+        place, fault = faults[0]
+        _log.warning("%d feature values are wrong; that of item %r %s", count, items[place], fault)
 
     def _commit(self, slots: Sequence[int], ends: Sequence[End]) -> None:
         now_ns, done = self._clock(), list[_Wait]()

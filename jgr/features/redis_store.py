@@ -81,4 +81,6 @@ def _usable() -> Iterator[None]:
         ValueError,
         TypeError,
     ) as cause:  # the last two come of an address's options
-        raise StoreError(f"the Redis server failed: {one_line(cause) or type(cause).__name__}") from cause
+        raise StoreError(
+            f"the Redis server of features.store failed: {one_line(cause) or type(cause).__name__}"
+        ) from cause

@@ -21,9 +21,13 @@ import numpy as np
 import numpy.typing as npt
 
 from jgr.config import UserError
+from jgr.fields import one_line
 
 DTYPES = ("float32", "float16", "int32", "int16", "int8", "uint8")
 MAX_RECORD_BYTES = 1 << 16
+MAX_FEATURES = 4096
+MAX_SHOWN = 100
+"""Characters of a text that an error quotes."""
 _MAGIC = b"jgr\x01"
 _HEADER_BYTES = 16
 _FEATURE = re.compile(
@@ -56,18 +60,21 @@ class Schema:
     @classmethod
     def parse(cls, text: str) -> Schema:
         """Read a text such as "price:float32, genres:int32[4]". Raises SchemaError, naming the wrong feature."""
-        features = []
-        for part in text.split(","):
+        features = dict[str, Feature]()
+        parts = text.split(",", MAX_FEATURES)
+        if len(parts) > MAX_FEATURES:
+            raise SchemaError(f"features: there are more than {MAX_FEATURES}")
+        for part in parts:
             found = _FEATURE.fullmatch(part.strip())
             if found is None or found["dtype"] not in DTYPES:
                 known = ", ".join(DTYPES)
-                raise SchemaError(f"features: {part.strip()!r} is not name:dtype[width], dtype of {known}")
-            features.append(Feature(found["name"], found["dtype"], int(found["width"] or 1)))
-        names = [feature.name for feature in features]
-        repeated = next((name for name in names if names.count(name) > 1), None)
-        if repeated is not None:
-            raise SchemaError(f"features: {repeated!r} is named twice")
-        schema = cls(tuple(features))
+                shown = one_line(part.strip(), MAX_SHOWN)
+                raise SchemaError(f"features: {shown!r} is not name:dtype[width], dtype of {known}")
+            feature = Feature(found["name"], found["dtype"], int(found["width"] or 1))
+            if feature.name in features:
+                raise SchemaError(f"features: {one_line(feature.name, MAX_SHOWN)!r} is named twice")
+            features[feature.name] = feature
+        schema = cls(tuple(features.values()))
         if schema.record_bytes > MAX_RECORD_BYTES:
             raise SchemaError(
                 f"features: a record of {schema.record_bytes} bytes; {MAX_RECORD_BYTES} are the most"

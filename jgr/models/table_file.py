@@ -43,7 +43,8 @@ class TableHeader(Struct, frozen=True):
     """What a file's rows are.
 
     name: the table's. rows: of the whole table. width: numbers of a row. model: the identity of the model
-    (`ModelFiles.identity`); "": of any. first, held: which rows this file has. sha256: of their bytes.
+    (`ModelFiles.identity`); "": of any. first, held: which rows this file has. sha256: of their bytes. whole: of all
+    of the table's rows, which its shards have in common.
     """
 
     name: str
@@ -54,6 +55,7 @@ class TableHeader(Struct, frozen=True):
     first: Annotated[int, _COUNT]
     held: Annotated[int, _COUNT]
     sha256: str
+    whole: str = ""
 
     @property
     def numpy_dtype(self) -> np.dtype[Any]:
@@ -69,6 +71,14 @@ def row_dtype(name: RowType) -> np.dtype[Any]:
     return np.dtype(ml_dtypes.bfloat16) if name == "bfloat16" else np.dtype(name)
 
 
+def digest_of(parts: Iterable[npt.NDArray[Any]], dtype: RowType) -> str:
+    """The SHA-256 of rows [n, width] of any float dtype, rounded to `dtype`: `whole`, where these are all."""
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(np.ascontiguousarray(part).astype(row_dtype(dtype)).tobytes())
+    return digest.hexdigest()
+
+
 def write(
     path: Path,
     name: str,
@@ -79,11 +89,12 @@ def write(
     model: str = "",
     rows: int | None = None,
     first: int = 0,
+    whole: str = "",
 ) -> TableHeader:
     """Write a table, or a shard of one, from parts [n, width] of any float dtype, which are rounded to `dtype`.
 
-    rows: of the whole table; None: those that are given. Raises TableError where the disk refuses it, ValueError where
-    a number is not finite once it is rounded.
+    rows: of the whole table; None: those that are given. whole: its digest, where these are not all. Raises TableError
+    where the disk refuses it, ValueError where a number is not finite once it is rounded.
     """
     digest, held = hashlib.sha256(), 0
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -102,9 +113,9 @@ def write(
             digest.update(data)
             stream.write(data)
             held += len(values)
-        header = TableHeader(
-            name, held if rows is None else rows, width, dtype, model, first, held, digest.hexdigest()
-        )
+        rows, sha256 = held if rows is None else rows, digest.hexdigest()
+        whole = sha256 if held == rows else whole
+        header = TableHeader(name, rows, width, dtype, model, first, held, sha256, whole)
         stream.seek(0)
         stream.write((MAGIC + msgspec.json.encode(header)).ljust(HEADER_BYTES))
     return header

@@ -96,6 +96,7 @@ def apart(
                 dtype=dtype,  # type: ignore[arg-type]
                 model=model,
                 rows=count,
+                whole=table_file.digest_of([rows], dtype),  # type: ignore[arg-type]
             )
 
     return replaced(params, dict.fromkeys(arrays)), write
@@ -130,6 +131,7 @@ def keep_first(folder: Path, out: Path, cut: Sequence[TableFile], rows: int) -> 
                 dtype=header.dtype,
                 model=header.model,
                 rows=header.rows,
+                whole=header.whole,
             )
             if not table.unchanged:
                 raise TableError(f"{table.path}: was written to while it was read")

@@ -406,6 +406,13 @@ class ModelInfo(Struct, kw_only=True, frozen=True):
             "commit, where the model is from the Hugging Face hub."
         ),
     ]
+    settings: Annotated[
+        str,
+        Meta(
+            description="Hash of the settings that make answers what they are, from the model's folder, --config and "
+            "--set; the version does not name them."
+        ),
+    ] = ""
     state: Annotated[
         Literal["starting", "ready", "draining", "failed"],
         Meta(description="Whether the model serves requests, which it does in the state ready."),

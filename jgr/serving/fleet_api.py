@@ -15,6 +15,7 @@ class ServedVersion(Struct, kw_only=True, frozen=True):
 
     id: Annotated[str, Meta(description="The model's name.")]
     version: Annotated[str, Meta(description="The version, as answers name it.")]
+    settings: Annotated[str, Meta(description="Hash of the settings, see ModelInfo.")] = ""
     catalog_version: Annotated[str, Meta(description="Content hash of the catalog.")]
     state: Annotated[
         Literal["starting", "ready", "draining", "failed"],

@@ -76,9 +76,7 @@ def test_the_command_says_what_is_there_and_comes_a_second_time(tmp_path: Path, 
     assert json.loads(lines[-1]) == {"items": {"rows": 40, "first": 20, "row_bytes": 32, "new": 40}}
     done = run("upload", str(whole), f"--set=embeddings.remote={server.address}", f"--local_rows={KEPT}")
     assert json.loads(done.stdout.splitlines()[-1])["items"]["new"] == 0
-    done = run("upload", str(whole), remote)
-    assert done.returncode == 2 and "holds other rows of this model: --overwrite replaces it" in done.stderr
-    done = run("upload", str(whole), remote, "--overwrite")
+    done = run("upload", str(whole), remote)  # more rows of the same table
     there = {"rows": 60, "first": 0, "row_bytes": 32, "new": 20}
     assert json.loads(done.stdout.splitlines()[-1]) == {"items": there}
 
@@ -111,6 +109,7 @@ def test_what_cannot_be_uploaded_is_refused(tmp_path: Path) -> None:
     refused(resident, 0, None, "has no embeddings/items.table; train it with train.tables=float32")
     refused(folder, 60, None, "--local_rows: 60, but the largest table has 60 rows")
     refused(folder, 20, folder, "is the model's own folder")
+    refused(folder, 20, folder / "params" / "x", "is the model's own folder, or in it")
     refused(folder, 20, resident, "holds a model: --overwrite replaces it")
     with open(folder / TABLE, "r+b") as file:
         file.seek(5000)

@@ -159,7 +159,7 @@ def test_several_questions_of_one_read_have_one_deadline(
     remote = RedisShard(proxy.address, "items", "m", 5.0, lambda: now_s[0])
     assert (remote.read(np.arange(9)) == ROWS[:9]).all()
     monkeypatch.setattr("jgr.embeddings.redis_shard.CHECKSUM", 0)
-    monkeypatch.setattr("jgr.embeddings.redis_shard._checksum", lambda key, data: b"")
+    monkeypatch.setattr("jgr.embeddings.redis_shard._checksum", lambda of, key, data: b"")
 
     def late(client: socket.socket) -> None:
         asked.append(now_s[0])

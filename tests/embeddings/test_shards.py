@@ -23,8 +23,9 @@ ROWS = np.random.default_rng(5).standard_normal((40, 6)).astype(np.float16)
 
 
 def shard(path: Path, first: int, end: int, model: str = "m") -> LocalShard:
+    part, whole = [ROWS[first:end]], table_file.digest_of([ROWS], "float16")
     table_file.write(
-        path, "items", [ROWS[first:end]], width=6, dtype="float16", model=model, rows=40, first=first
+        path, "items", part, width=6, dtype="float16", model=model, rows=40, first=first, whole=whole
     )
     return LocalShard(TableFile(path))
 
@@ -49,6 +50,41 @@ def test_rows_come_from_the_shards_that_have_them(tmp_path: Path, server: RedisP
     assert found.dtype == np.float16 and (found == ROWS[asked]).all()
     assert shards.counts["items"] == {"local": 3, "remote": 2}
     shards.close()
+
+
+def test_rows_of_another_table_of_the_same_model_are_an_error_and_no_rows(
+    tmp_path: Path, server: RedisProcess
+) -> None:
+    local = shard(tmp_path / "a", 0, 10)
+    filled(server, local)
+    remote = RedisShard(server.address, "items", "m", 5.0)
+    shards = Shards({"items": [local, remote]})
+    assert (shards.read("items", np.array([3, 30])) == ROWS[[3, 30]]).all()
+    for other in (ROWS[::-1].copy(), (2 * ROWS).astype(np.float16)):
+        whole = table_file.digest_of([other], "float16")
+        upload(
+            server.address, msgspec.structs.replace(local.header, first=0, held=40, whole=whole), other, 5.0
+        )
+        with pytest.raises(ShardError, match="gave a wrong row 30"):
+            shards.read("items", np.array([3, 30]))
+        with pytest.raises(ShardError, match="its shards differ: whole is"):
+            Shards({"items": [local, RedisShard(server.address, "items", "m", 5.0)]})
+
+
+def test_a_value_that_is_too_long_is_a_wrong_row_and_keeps_nobody_from_the_others(
+    tmp_path: Path, server: RedisProcess
+) -> None:
+    local = shard(tmp_path / "a", 0, 10)
+    filled(server, local)
+    shards = Shards({"items": [local, RedisShard(server.address, "items", "m", 5.0)]})
+    with redis.Redis.from_url(server.address) as client:
+        client.set("jgr:rows:items:m:30", bytes(500))
+    for _ in range(5):
+        with pytest.raises(ShardError, match="gave a wrong row 30"):
+            shards.read("items", np.array([30]))
+    assert (shards.read("items", np.array([31])) == ROWS[[31]]).all()
+    filled(server, local)
+    assert (shards.read("items", np.array([30])) == ROWS[[30]]).all()
 
 
 def test_shards_that_differ_or_leave_rows_out_are_refused(tmp_path: Path) -> None:

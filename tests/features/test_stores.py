@@ -132,7 +132,7 @@ def test_what_is_not_a_store_is_named(tmp_path: Path) -> None:
         lambda: store.set_schema("x:int8"),
     ]
     for call in calls:
-        with pytest.raises(StoreError, match="the Redis server failed"):
+        with pytest.raises(StoreError, match=r"the Redis server of features\.store failed"):
             call()
 
 
@@ -216,7 +216,7 @@ def test_a_server_that_answers_something_else_is_a_failure_and_the_next_answer_i
     lying = LyingProxy(server.socket)
     store = open_store(lying.address, PATIENCE_S)
     lying.lie = lambda client: client.sendall(answer)
-    with pytest.raises(StoreError, match=r"^the Redis server failed: "):
+    with pytest.raises(StoreError, match=r"^the Redis server of features\.store failed: "):
         store.get_many(ITEMS[:2])
     lying.lie = None
     assert store.get_many(ITEMS[:2]) == RECORDS[:2]

@@ -18,9 +18,10 @@ from jgr.config import FleetConfig
 from jgr.serving.cluster.placements import Placements
 from jgr.serving.cluster.protocol import Spoken, received, require
 from jgr.serving.cluster.record import Record, States, latest, plain
-from jgr.serving.cluster.relay import Answered, Asked
+from jgr.serving.cluster.relay import Answered, Asked, refusal
 from jgr.serving.cluster.replicas import Replicas
 from jgr.serving.cluster.rollout import Rollouts
+from jgr.serving.errors import RequestError
 
 COORDINATOR, REPLICA = "Coordinator", "Replica"
 """Names of deployments."""
@@ -51,9 +52,14 @@ class Coordinator:
             self._placing = asyncio.create_task(self._placements.go_on())
 
     async def roll(self, path: str, asked: Asked) -> Answered:
-        """See Rollouts."""
+        """See Rollouts; a refusal is an answer, since Ray logs what is raised as a fault of this process."""
         await self._found()
-        return await self._rollouts.roll(path, received(Asked, asked))
+        asked = received(Asked, asked)
+        try:
+            return await self._rollouts.roll(path, asked)
+        except RequestError as error:
+            given = [value for name, value in asked.headers if name == b"x-request-id"]
+            return refusal(error, given[-1].decode() if given else "", path)
 
     async def last(self) -> dict[str, Any]:
         """The last change, a `Rollout` as plain data."""

@@ -43,10 +43,12 @@ def doors() -> list[Middleware]:
 
 
 class ShortHeads(HttpToolsProtocol):
-    """uvicorn's protocol, which hangs up where a head goes on beyond what is read of one. The parser copies a header
-    with each part that comes of it: a large one would hold up the whole proxy for seconds."""
+    """uvicorn's protocol, which hangs up where a head goes on beyond what is read of one, and where a body does not end
+    after its answer. The parser copies a header with each part that comes of it: a large one would hold up the whole
+    proxy for seconds."""
 
     _in_head, _head_bytes = False, 0
+    _unread: Any = None  # what was answered before its body was whole
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -62,6 +64,22 @@ class ShortHeads(HttpToolsProtocol):
     def on_headers_complete(self) -> Any:
         self._in_head = False
         return super().on_headers_complete()
+
+    def on_response_complete(self) -> None:
+        """uvicorn reads on for ever where an answer came before the request's body was whole."""
+        cycle: Any = self.cycle
+        super().on_response_complete()
+        if cycle.more_body:  # not at once: who still sends would get a reset in place of the answer
+            self._unread = cycle
+            self.loop.call_later(READ_TIMEOUT_S, self._hang_up, cycle)
+
+    def on_message_complete(self) -> None:
+        self._unread = None
+        super().on_message_complete()
+
+    def _hang_up(self, cycle: Any) -> None:
+        if self._unread is cycle and not self.transport.is_closing():
+            self.transport.close()
 
 
 class Doors:
@@ -96,7 +114,7 @@ class Doors:
         if first["type"] == "http.disconnect":
             return
         inside = not first.get("more_body", False)
-        if inside and not self._window.enter():
+        if inside and not self._window.enter(ways.stamp().at_ns):
             self._refused += 1
             hand = self._window.inside
             what = f"the fleet has {hand} requests in hand, and more would make all of them late"

@@ -44,7 +44,7 @@ from jgr.serving.http.keys import Keys
 from jgr.serving.http.operations import open_paths
 from jgr.serving.http.server import who
 from jgr.serving.policies.hedging import Hedging
-from jgr.serving.policies.window import held_up
+from jgr.serving.policies.window import HELD_NS, held_up
 
 HEALTH, READY = ("/health/", "/v2/health/"), "/health/ready"
 HEALTH_S = 0.5
@@ -54,6 +54,7 @@ NOT_SPOKEN = 1003
 CHANGE_S = 300.0
 """So long the first replica has to answer to a change: it reads a catalog that is uploaded, and Ray may have to start
 another coordinator before."""
+DRAIN_LOOK_S = 0.02
 GRACE_S = 0.25
 """So long after a request's deadline the front still waits for what its replica says of that."""
 
@@ -86,6 +87,7 @@ class Front:
         self._scrapes, self._uploads = Shared(), Uploads()
         self._default_ms = config.server.default_deadline_ms
         self._back = ways.Way()
+        self._inside, self._draining = 0, False
         fleet = config.fleet
         self._wanted = fleet.min_replicas if fleet.max_replicas else fleet.replicas
         self._attempts = Attempts(
@@ -105,6 +107,13 @@ class Front:
         return application  # a function: uvicorn takes a method for an application of ASGI 2
 
     async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._inside += 1
+        try:
+            await self._one(scope, receive, send)
+        finally:
+            self._inside -= 1
+
+    async def _one(self, scope: Scope, receive: Receive, send: Send) -> None:
         timing, request_id = _Timing(), ""
         for name, value in scope["headers"]:
             if name == b"x-request-id" and REQUEST_ID.fullmatch(value):
@@ -114,6 +123,8 @@ class Front:
         request_id = request_id or os.urandom(16).hex()
         path = own_path(scope["path"], self._config.server.base_path)
         try:
+            if self._draining:
+                raise RequestError("unavailable", "the fleet is draining")
             tenant = self._charge(scope, path)
             upload = path == UPLOAD_PATH and changes(scope["method"], path)
             with self._uploads.one() if upload else nullcontext():
@@ -134,6 +145,8 @@ class Front:
         headers = [each for each in answered.headers if each[0] != b"x-request-id"]  # which Ray's proxy sends
         if timing.tells:
             headers.append((ways.LEFT, ways.written(ways.stamp(), timing.told)))
+        if self._draining:
+            headers.append((b"connection", b"close"))
         await reply(send, answered._replace(headers=headers))
 
     async def _read(self, scope: Scope, receive: Receive, upload: bool) -> Asked:
@@ -197,8 +210,10 @@ class Front:
         answered = await self._attempts.answer(hint, asked, timing.arrival_ns, until_ns)
         back = ways.since_ns(Stamp(*answered.ended))
         self._back.took(back)
-        if left_ms is not None:
-            way_ns = timing.there_ns + answered.came_ns + (back or 0) + timing.back_ns
+        way_ns = timing.there_ns + answered.came_ns + (back or 0) + timing.back_ns
+        if (
+            left_ms is not None or way_ns <= HELD_NS
+        ):  # without a deadline only that nobody was held up is known
             timing.told = float(held_up(way_ns, most_ns))
         return answered
 
@@ -225,6 +240,14 @@ class Front:
     async def check_health(self) -> None:
         """Ray asks every fleet.health_s. A front that can be asked is well; changed keys are read now."""
         self._keys.refresh()
+
+    async def drain(self, timeout_s: float) -> int:
+        """Refuse new requests, and wait until those that are here have their answers; how many have none in time."""
+        self._draining = True
+        until_s = time.monotonic() + timeout_s
+        while self._inside and time.monotonic() < until_s:
+            await asyncio.sleep(DRAIN_LOOK_S)
+        return self._inside
 
     async def series(self) -> str:
         """This front's own series."""

@@ -85,8 +85,8 @@ def plain(states: Mapping[str, Any]) -> States:
     return {name: State(*state) for name, state in states.items()}
 
 
-def served(states: States) -> dict[str, tuple[str, str]]:
-    """The versions that answers come from."""
+def served(states: States) -> dict[str, tuple[str, str, str]]:
+    """What answers come from, see `State.served`."""
     return {name: state.served for name, state in states.items()}
 
 

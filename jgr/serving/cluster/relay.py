@@ -69,6 +69,9 @@ async def read(
 ) -> Asked:
     """Read a request whole. within_s, part_s: so long the body may take, and each part of it; None: for ever. Raises
     RequestError where it takes longer or has more than `most` bytes, and ConnectionError where the client leaves."""
+    for name, value in scope["headers"]:
+        if name == b"content-length" and value.isdigit() and int(value) > most:
+            raise _too_large(most)  # before all of it is sent
     try:
         async with asyncio.timeout(within_s):
             return head(scope)._replace(body=await _body(receive, most, part_s))
@@ -87,9 +90,13 @@ async def _body(receive: Receive, most: int, part_s: float | None) -> bytes:
         part: bytes = message.get("body", b"")
         size, more = size + len(part), message.get("more_body", False)
         if size > most:
-            raise RequestError("body_too_large", f"the body may have at most {most} bytes")
+            raise _too_large(most)
         parts.append(part)
     return b"".join(parts)
+
+
+def _too_large(most: int) -> RequestError:
+    return RequestError("body_too_large", f"the body may have at most {most} bytes")
 
 
 def head(scope: Scope) -> Asked:
@@ -158,6 +165,6 @@ def refusal(error: RequestError, request_id: str, path: str) -> Answered:
     ]
     if error.type == "unauthorized":
         headers.append((b"www-authenticate", b"Bearer"))
-    if error.type in TRY_AGAIN or error.type == "unavailable":
+    if error.type in TRY_AGAIN:
         headers.append((b"retry-after", b"%d" % error.retry_after_s))
     return Answered(STATUS[error.type], headers, body)

@@ -316,7 +316,7 @@ class Replica:
                 await asyncio.to_thread(self._app.traces.close)
 
     def _info(self) -> ReplicaInfo:
-        of = ("id", "version", "catalog_version", "state", "reload", "reload_error")
+        of = ("id", "version", "settings", "catalog_version", "state", "reload", "reload_error")
         served = [ServedVersion(**{name: getattr(info, name) for name in of}) for info in self.models.infos]
         return ReplicaInfo(name=self.name, node=self.node, state=self.models.status, models=served)
 

@@ -53,6 +53,7 @@ from jgr.serving.decoders.work import (
     SegmentsWork,
     Work,
 )
+from jgr.serving.engine.settings import settings_digest
 from jgr.serving.errors import MAX_QUOTED_CHARS, invalid, quoted
 from jgr.serving.explanations import (
     ExplainedLevel,
@@ -164,6 +165,7 @@ class Translator:
         self.info = ModelInfo(
             id=name,
             version=f"{name}@{revision}" if revision else name,
+            settings=settings_digest(config),
             catalog_version=catalog.version,
             catalog_items=catalog.n_items,
             depth=catalog.depth,
@@ -435,10 +437,7 @@ class Translator:
 
 
 def shadow(task: Task, repair: Repair | None = None) -> Task:
-    """A copy of the task that is computed without the cache, in the same layout.
-
-    repair: what to repair; None: the same.
-    """
+    """A copy of the task that is computed without the cache, in the same layout. repair: what to; None: the same."""
     assert task.prompt is not None and task.plan is not None
     near = task.prompt.near if repair is None else None
     repair = task.prompt.repair if repair is None else repair

@@ -76,7 +76,10 @@ def make_controller(config: MemoryConfig, seed: int = 0) -> Controller:
     if config.controller == "pid":
         return Pid(limits)
     path = Path(config.file) if config.file else SHIPPED
-    arrays = read_controller(path)
+    try:
+        arrays = read_controller(path)
+    except ControllerError as error:
+        raise ControllerError(f"memory.file: {error}") from None
     try:
         base, trees = (
             BasePolicy(arrays),

@@ -19,6 +19,7 @@ from jgr.models.model_files import ModelFiles, check_folder
 from jgr.ops import native
 from jgr.serving.engine.compilation import CompilationCounter, use_compilation_cache
 from jgr.serving.engine.metrics import Metrics
+from jgr.serving.engine.settings import settings_digest
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,13 +27,14 @@ class Again:
     """How a version is loaded once more, from the folder that it was loaded from. It holds no weights.
 
     version: the version as answers name it. files: its files, as they were found; None: they are gone. load: makes an
-    engine of what is there now, not started. folder: where that is.
+    engine of what is there now, not started. folder: where that is. settings: see `settings_digest`.
     """
 
     version: str
     files: ModelFiles | None
     load: Callable[[Metrics], Any]
     folder: str
+    settings: str
 
     @staticmethod
     def of(
@@ -49,7 +51,7 @@ class Again:
         if files is None:
             return None
         found = replace(config, model=replace(config.model, path=str(folder)))
-        return Again(version, files, partial(load, found), str(folder))
+        return Again(version, files, partial(load, found), str(folder), settings_digest(config))
 
 
 def open_folder(config: Config) -> Path:

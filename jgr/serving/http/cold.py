@@ -47,7 +47,7 @@ EXPLAIN_RECOMMEND, EXPLAIN_RANK = "/v1/explain/recommend", "/v1/explain/rank"
 T = TypeVar("T")
 
 _encode = msgspec.json.Encoder().encode
-_USER = re.compile(r"[^\x00-\x1f\x7f]{0,256}")
+_USER = re.compile(r"[^\x00-\x1f\x7f\ufffd]{0,256}")
 
 
 class Way(Protocol):
@@ -172,13 +172,11 @@ class Cold:
         return self._accepted(self._catalogs_of(request).rollback(), _listed_at(request))
 
     async def _prefill(self, request: HttpRequest) -> Response:
-        body, user = await self._way.read_body(request.receive), request.path_params["user_id"]
+        body, user = await self._way.read_body(request.receive), _user_of(request)
         try:
             given = self._hints.decode(body)
         except UNREADABLE as error:
             raise refusal(error, body, PrefillRequest) from None
-        if not _USER.fullmatch(user):
-            raise invalid("user_id", "user_id: must have at most 256 characters, and no control characters")
         hint = Prefill(user_id=user, **msgspec.structs.asdict(given))
         answer = await self._way.answer_to(request.scope, self._models.hinted(given.model), hint, _encode)
         return Response(answer, media_type="application/json")
@@ -207,7 +205,7 @@ class Cold:
 
     async def _forget(self, request: HttpRequest) -> Response:
         whose = self._tenant_of(request)
-        erased = self._models.forget(request.path_params["user_id"], whose)
+        erased = self._models.forget(_user_of(request), whose)
         named = request.query_params.get("tenant")
         # A key that is gone may have left some; they are erased by its name like others.
         if named and whose and not erased and named not in self._keys.clients:
@@ -305,6 +303,17 @@ class Cold:
 
     async def _openapi(self, request: HttpRequest) -> Response:
         return Response(self._description, media_type="application/json")
+
+
+def _user_of(request: HttpRequest) -> str:
+    """The user that the path names. Raises RequestError for a name that no body could have; of bytes that are no UTF-8
+    all that is left is that they were none."""
+    user: str = request.path_params["user_id"]
+    if not _USER.fullmatch(user):
+        raise invalid(
+            "user_id", "user_id: must have at most 256 characters of UTF-8, and no control characters"
+        )
+    return user
 
 
 def _json(value: msgspec.Struct, status: int = 200, headers: dict[str, str] | None = None) -> Response:

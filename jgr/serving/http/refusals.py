@@ -15,7 +15,7 @@ from jgr.serving.errors import STATUS, ErrorAnswer, ErrorBody, ErrorType, Reques
 
 KSERVE = "/v2"
 """What the paths of KServe's protocol begin with."""
-TRY_AGAIN: tuple[ErrorType, ...] = ("overloaded", "quota_exceeded")
+TRY_AGAIN: tuple[ErrorType, ...] = ("overloaded", "quota_exceeded", "unavailable")
 """Errors after which a client is told when to ask again."""
 
 _encode = msgspec.json.Encoder().encode

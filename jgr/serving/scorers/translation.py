@@ -30,6 +30,7 @@ from jgr.models.scorers import Needs
 from jgr.models.stu_scorer import WEEK
 from jgr.prompt.layouts import SINGLE_USER_MULTI_ITEM
 from jgr.serving.api import Item, ModelInfo, RankRequest, Reuse, Usage
+from jgr.serving.engine.settings import settings_digest
 from jgr.serving.errors import MAX_QUOTED_CHARS, invalid, quoted
 from jgr.serving.explanations import ExplainedSpan, Source
 from jgr.serving.known_items import (
@@ -113,6 +114,7 @@ class ScorerTranslator:
         self.info = ModelInfo(
             id=name,
             version=f"{name}@{revision}" if revision else name,
+            settings=settings_digest(config),
             catalog_version=catalog.version,
             catalog_items=catalog.n_items,
             depth=catalog.depth,

@@ -186,9 +186,7 @@ class Deployment:
             raise RequestError("conflict", f"the folder of {before.version!r} is gone: {before.folder}")
         if not before.files.unchanged:
             raise RequestError("conflict", f"the folder of {before.version!r} holds other files by now")
-        self._begin(
-            "model", before.version, partial(self._reloaded, before.load, self._activated, before.version)
-        )
+        self._begin("model", before.version, partial(self._reloaded, before.load, self._activated, before))
 
     async def settled(self) -> None:
         """Wait until no change is running."""
@@ -222,11 +220,13 @@ class Deployment:
             catalog = self.changes["catalog"]
             raise RequestError("conflict", f"catalog {catalog.to!r} is being activated: {catalog.doing}")
 
-    def _reloaded(self, load: Load, activated: Catalog | None, version: str | None = None) -> AnyEngine:
+    def _reloaded(self, load: Load, activated: Catalog | None, wanted: Again | None = None) -> AnyEngine:
         engine: AnyEngine = load(self.metrics)
-        if version is not None and engine.info.version != version:
+        found = engine.info
+        if wanted is not None and (found.version, found.settings) != (wanted.version, wanted.settings):
             engine.served.close(True)
-            raise UserError(f"model.path: the folder of {version} holds {engine.info.version} by now")
+            other = found.version if found.version != wanted.version else "other settings"
+            raise UserError(f"model.path: the folder of {wanted.version} holds {other} by now")
         if activated is None or activated.version == engine.info.catalog_version:
             return engine
         assert engine.rebuild is not None  # it was activated by one
@@ -305,7 +305,7 @@ class Deployment:
         self._loaded_at = now()
         if old.info.catalog_version != new.info.catalog_version:
             self.previous, self.lost = old.catalog, ""
-        if old.info.version != new.info.version:
+        if (old.info.version, old.info.settings) != (new.info.version, new.info.settings):
             self.before = None if old.rebuild is None else old.rebuild.again
         self.metrics.hide_model(old.info)
         self.metrics.show_model(new.info)

@@ -11,6 +11,7 @@ import logging
 import tempfile
 import zlib
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,7 +29,8 @@ _log = logging.getLogger(__name__)
 class State(NamedTuple):
     """What one model serves. version, catalog: as answers name them. folder: where the model was loaded from; "": from
     none. before, before_folder: the version that a rollback goes to, "": there is none. previous: the catalog that
-    a rollback of catalogs goes to, "": none. uploads: the uploaded catalogs that are held, the oldest first.
+    a rollback of catalogs goes to, "": none. uploads: the uploaded catalogs that are held, the oldest first. settings,
+    before_settings: of both versions, see `settings_digest`.
     """
 
     version: str
@@ -38,11 +40,13 @@ class State(NamedTuple):
     before_folder: str = ""
     previous: str = ""
     uploads: tuple[str, ...] = ()
+    settings: str = ""
+    before_settings: str = ""
 
     @property
-    def served(self) -> tuple[str, str]:
-        """What answers come from: the versions of the model and of its catalog."""
-        return self.version, self.catalog
+    def served(self) -> tuple[str, str, str]:
+        """What answers come from: the versions of the model and of its catalog, and the settings."""
+        return self.version, self.catalog, self.settings
 
 
 def state_of(deployment: Deployment) -> State:
@@ -56,6 +60,8 @@ def state_of(deployment: Deployment) -> State:
         "" if before is None else before.version,
         "" if before is None else before.folder,
         deployment.lost if deployment.previous is None else deployment.previous.version,
+        settings=info.settings,
+        before_settings="" if before is None else before.settings,
     )
 
 
@@ -70,6 +76,13 @@ def begin_as(loaded: Loaded, state: State, bodies: Mapping[str, bytes]) -> tuple
         raise UserError(
             f"the fleet serves {state.version}, and {state.folder or loaded.config.model.path} holds "
             f"{engine.info.version} by now: reload the model, or put the folder back"
+        )
+    if engine.info.settings != state.settings:
+        engine.served.close(True)
+        raise UserError(
+            f"the fleet serves {state.version} with settings {state.settings}, and "
+            f"{state.folder or loaded.config.model.path} has {engine.info.settings} by now: reload the model, or put "
+            "serving.json back"
         )
     own = engine.catalog
     held = {version: _read(bodies[version]) for version in state.uploads if version in bodies}
@@ -112,4 +125,5 @@ def _before(loaded: Loaded, state: State) -> Again | None:
         files = ModelFiles(Path(folder)) if Path(folder).is_dir() else None
     except (OSError, UserError) as error:
         _log.warning("%s cannot be gone back to: %s", state.before, error)
-    return Again(state.before, files, lambda metrics: loaded.load_from(folder, metrics), folder)
+    load = partial(loaded.load_from, folder)
+    return Again(state.before, files, load, folder, state.before_settings)

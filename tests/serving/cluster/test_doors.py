@@ -17,7 +17,7 @@ from uvicorn.server import ServerState
 from jgr.serving.cluster.doors import MOST_READ, doors
 from jgr.serving.cluster.relay import Answered, Asked, ask, reply
 from jgr.serving.cluster.ways import ARRIVED
-from jgr.serving.http.bounds import MAX_HEAD_BYTES
+from jgr.serving.http.bounds import MAX_HEAD_BYTES, READ_TIMEOUT_S
 
 
 def asked(*headers: tuple[bytes, bytes]) -> tuple[Answered, list[Any]]:
@@ -72,6 +72,42 @@ def test_a_head_that_does_not_end_is_not_read_on() -> None:
     assert read == MOST_READ >> 16
     assert answer.startswith(b"HTTP/1.1 400 ")
     assert asyncio.run(read_on(read - 1)) == (read - 1, b"")
+
+
+def test_a_connection_whose_body_does_not_end_is_closed_a_while_after_the_answer() -> None:
+    doors()
+
+    async def refusing(scope: Scope, receive: Receive, send: Send) -> None:
+        await reply(send, Answered(401, [(b"content-length", b"0")], b""))
+
+    config = uvicorn.Config(refusing, log_config=None, lifespan="off")
+    config.load()
+
+    async def closed_after(body: bytes) -> float | None:
+        """When the connection would be closed after its answer; None: not for this."""
+        transport = Mock(**{"is_closing.return_value": False, "get_extra_info.return_value": None})
+        protocol = config.http_protocol_class(config=config, server_state=ServerState(), app_state={})
+        protocol.connection_made(transport)
+        protocol.loop = Mock(wraps=protocol.loop)
+        protocol.data_received(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 4\r\n\r\n" + body)
+        while not transport.write.called:
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        told = [call.args for call in protocol.loop.call_later.call_args_list]
+        hangs_up = [args for args in told if args[1] == protocol._hang_up]
+        if not hangs_up:
+            return None
+        after_s, call, cycle = hangs_up[0]
+        call(cycle)
+        assert transport.close.called
+        transport.close.reset_mock()
+        protocol.data_received(b"a" * 3)  # all of it is there in the end
+        call(cycle)
+        assert not transport.close.called
+        return float(after_s)
+
+    assert asyncio.run(closed_after(b"a")) == READ_TIMEOUT_S
+    assert asyncio.run(closed_after(b"aaaa")) is None
 
 
 def test_headers_that_ray_fails_at_or_is_steered_by_are_left_out() -> None:

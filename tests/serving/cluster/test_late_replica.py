@@ -181,6 +181,43 @@ def test_where_the_folder_holds_something_else_by_now_a_replica_does_not_start(f
     run(folder, scenario)
 
 
+def test_settings_of_the_folder_are_part_of_what_a_fleet_serves(folder: Path) -> None:
+    """They change answers and are not in the version."""
+    settings = folder.resolve() / "serving.json"
+    before = settings.read_text()
+
+    def most(replica: Replica) -> int:
+        return replica.models.infos[0].max_history_in_prompt
+
+    async def scenario(fleet: Fleet) -> None:
+        first = await fleet.start("a")
+        one, length = await fleet.versions("a"), most(first)
+        found = json.loads(before)
+        found["settings"].setdefault("prompt", {})["max_items"] = length - 1
+        settings.write_text(json.dumps(found))  # in place, and nobody has reloaded
+        with pytest.raises(
+            UserError, match=r"the fleet serves tiny@\w+ with settings \w{8}, and .*/one has \w{8} by"
+        ):
+            await fleet.start("b")
+        await fleet.change("/v1/models/tiny/reload")
+        assert await fleet.versions("a") == one and most(first) == length - 1
+        assert most(await fleet.start("b")) == length - 1
+        await fleet.rollouts.roll(
+            "/v1/models/tiny/rollback", Asked("POST", "/v1/models/tiny/rollback", b"", KEY, b"")
+        )
+        await fleet.rollouts.settled()
+        # The settings that `a` had are nowhere that `b` could read them.
+        assert fleet.rollouts.last.state == "failed" and "other settings by now" in str(
+            fleet.rollouts.last.error
+        )
+        assert most(first) == length - 1
+        settings.write_text(before)
+        await fleet.change("/v1/models/tiny/rollback")
+        assert {most(replica) for replica in fleet.replicas.values()} == {length}
+
+    run(folder, scenario)
+
+
 def test_a_replica_whose_journal_cannot_be_written_by_now_starts_without(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from datetime import datetime
 from typing import Any
 
@@ -134,6 +135,7 @@ def test_models_tells_the_limits(server: LiveServer) -> None:
     (model,) = server.call("/v1/models").json["data"]
     assert server.call("/v1/models/jgr").json == model
     datetime.strptime(model.pop("loaded_at"), "%Y-%m-%dT%H:%M:%SZ")
+    assert re.fullmatch("[0-9a-f]{8}", model.pop("settings"))
     assert model == {
         "id": "jgr",
         "version": "jgr",

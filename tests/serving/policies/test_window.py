@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from jgr.serving.policies.window import FIRST, HALF, HELD_NS, LEAST, LESS, MOST, Window, held_up
+from jgr.serving.policies.window import FIRST, FORGOTTEN_NS, HALF, HELD_NS, LEAST, LESS, MOST, Window, held_up
 
 MS = 1_000_000
 
@@ -19,7 +19,7 @@ def test_who_is_held_up() -> None:
 
 def test_the_window_becomes_smaller_once_for_all_that_were_inside() -> None:
     window = Window()
-    assert sum(window.enter() for _ in range(100)) == FIRST == window.inside
+    assert sum(window.enter(0) for _ in range(100)) == FIRST == window.inside
     for came_ns in (5, 6, 7):
         window.answered(True, came_ns, 10)
     assert window.size == FIRST * HALF
@@ -35,7 +35,7 @@ def test_the_window_becomes_smaller_once_for_all_that_were_inside() -> None:
     assert window.size == size * LESS, "the smaller one has held nobody up"
     for _ in range(55):
         window.leave()
-    assert window.inside == 9 and window.enter()
+    assert window.inside == 9 and window.enter(0)
     for now_ns in range(100, 300):
         window.answered(True, now_ns, now_ns)
     assert window.size == LEAST
@@ -47,7 +47,7 @@ def test_it_goes_back_to_what_a_burst_may_have_and_beyond_where_it_is_what_keeps
     for now_ns in range(2, 2_000):
         window.answered(False, now_ns, now_ns)
     assert FIRST <= window.size < FIRST + 1, "one at a time, and nobody is refused for it"
-    while window.enter():
+    while window.enter(0):
         pass
     size = window.size
     for _ in range(round(size)):
@@ -58,13 +58,24 @@ def test_it_goes_back_to_what_a_burst_may_have_and_beyond_where_it_is_what_keeps
     assert window.size == MOST
 
 
+def test_a_small_window_of_which_nobody_has_told_for_long_begins_anew() -> None:
+    window = Window()
+    for now_ns in range(1, 100):
+        window.answered(True, now_ns, now_ns)
+    assert window.size == LEAST
+    assert [window.enter(99 + FORGOTTEN_NS) for _ in range(3)] == [True, True, False]
+    assert sum(window.enter(100 + FORGOTTEN_NS) for _ in range(100)) == FIRST - 2
+    window.size = 2 * FIRST
+    assert window.enter(10 * FORGOTTEN_NS) and window.size == 2 * FIRST
+
+
 @pytest.mark.parametrize("work_ms", [1, 5])
 def test_it_finds_the_number_that_a_queue_serves_in_time(work_ms: int) -> None:
     """One server, first in first out; a request is held up where it waits for more than 75 ms. Callers ask all the
     time, so without a window all of them would wait for ever longer."""
     window, queue, now_ns, waits = Window(), list[int](), 0, list[int]()
     for _ in range(4000):
-        while window.enter():
+        while window.enter(0):
             queue.append(now_ns)
         came_ns = queue.pop(0)
         wait_ns = now_ns - came_ns
