@@ -7,6 +7,7 @@ the application is deployed on a cluster that is there, and stays. The URL is pr
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import signal
@@ -243,7 +244,7 @@ def _serve(source: Source, host: str, port: int, address: str | None) -> int:
         ray.init(address=address, include_dashboard=False, logging_level=logging.WARNING)
     except (ray.exceptions.AuthenticationError, ConnectionError) as error:
         raise UserError(f"the Ray cluster at {address} cannot be used: {one_line(error)}; {HOW}") from None
-    signals = _Signals()
+    signals, drain_s = _Signals(), None
     for number in (signal.SIGTERM, signal.SIGINT):  # Ray has just set its own, which end at once
         signal.signal(number, signals)
     try:
@@ -255,37 +256,44 @@ def _serve(source: Source, host: str, port: int, address: str | None) -> int:
             signals.serves = True
             print(f"http://{host}:{port}", flush=True)
             signals.ended.wait()
-            if address is None:
-                _drain(source.configs()[0].server.drain_timeout_s)
+            drain_s = source.configs()[0].server.drain_timeout_s
     except _Stop:
         pass
     finally:
         signals.serves = True  # a second signal does not break what ends
         if address is None:
-            serve.shutdown()
+            asyncio.run(_end(drain_s, serve.shutdown))
         ray.shutdown()
     _log.info("ended")
     return 0
 
 
-def _drain(timeout_s: float) -> None:
+async def _end(drain_s: float | None, shut_down: Callable[[], None]) -> None:
+    """Shut down once what was accepted is finished, so many seconds later at the latest; None: at once."""
+    if drain_s is not None:
+        await _drain(drain_s)
+    await asyncio.to_thread(shut_down)  # beside this event loop, which Ray's handle of the fronts needs
+
+
+async def _drain(timeout_s: float) -> None:
     """Have all fronts refuse what comes, and finish what they have: Ray ends its proxies at once."""
-    from ray import serve
     from ray.exceptions import RayError
     from ray.serve.exceptions import RayServeException
+    from ray.serve.handle import DeploymentHandle
 
-    from jgr.serving.cluster.application import NAME
+    from jgr.serving.cluster.application import FRONT, NAME
+    from jgr.serving.cluster.replicas import begun, soon
 
+    # Not one that Ray keeps, and would end in its own way.
+    fronts = begun(DeploymentHandle(FRONT, NAME))
     try:
-        left = (
-            serve.get_app_handle(NAME).broadcast("drain", timeout_s).results(timeout_s=timeout_s + DRAINED_S)
-        )
+        left = await soon(fronts, "drain", timeout_s, within_s=timeout_s + DRAINED_S)
     except (RayError, RayServeException, TimeoutError) as error:
         _log.warning("not all of what was accepted is finished: %s", one_line(error))
         return
     if sum(left):
         _log.warning("%d requests were not finished within %g s", sum(left), timeout_s)
-    time.sleep(ANSWERED_S)
+    await asyncio.sleep(ANSWERED_S)
 
 
 def _deploy(source: Source, host: str, port: int) -> None:

@@ -24,7 +24,7 @@ from jgr.serving.cluster.router import FleetRouter as FleetRouter
 from jgr.serving.cluster.scaling import autoscaling
 from jgr.serving.cluster.secret import require_closed
 
-NAME = "jgr"
+NAME, FRONT = "jgr", "Front"
 SPARE = 256
 """Calls that a replica takes beyond its queue: what it refuses itself, it refuses well."""
 ROUTER = f"{__name__}.FleetRouter"
@@ -86,7 +86,7 @@ def application(source: Source, parts: Parts = LIVE) -> Application:
     )
     front = serve.deployment(
         parts.front,
-        name="Front",
+        name=FRONT,
         num_replicas=fleet.fronts,
         **({} if spread is None else {"max_replicas_per_node": spread}),  # `serve build` takes no None
         max_ongoing_requests=many,

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import socket
 import subprocess
 import time
@@ -114,3 +115,24 @@ def until_all_are_ready(fleet: Fleet) -> None:
 def names(fleet: Fleet) -> set[str]:
     """The names of the replicas that serve."""
     return {name for (name,) in fleet.series("process_cpu_seconds_total")}
+
+
+def ended_by_a_signal(fleet: Fleet) -> list[bytes]:
+    """Send SIGTERM while four requests are on their way, whose bodies come to their end once others are refused; the
+    statuses of their answers."""
+    host, port = fleet.url.removeprefix("http://").split(":")
+    body = json.dumps({"history": ["B001"], "top_k": 3}).encode()
+    lines = ("host: x", f"authorization: Bearer {KEY}", f"content-length: {len(body)}", "", "")
+    head = "\r\n".join(("POST /v1/recommend HTTP/1.1", *lines))
+    clients = [socket.create_connection((host, int(port)), PATIENCE_S) for _ in range(4)]
+    for client in clients:
+        client.sendall(head.encode() + body[:9])
+    for _ in range(10):
+        fleet.get("/health/live")
+    fleet.process.send_signal(signal.SIGTERM)
+    ends_s = time.monotonic() + PATIENCE_S
+    while (told := fleet.ask("GET", "/v1/models"))[0] != 503:
+        assert time.monotonic() < ends_s, told
+    for client in clients:
+        client.sendall(body[9:])
+    return [whole_answer(client)[:12] for client in clients]

@@ -35,7 +35,16 @@ from jgr.cli import top
 from jgr.models import manifest
 from jgr.placement.items import Items, Workers, expected_bytes, hash_items
 from jgr.traffic.view import View
-from tests.serving.cluster.live import KEY, Fleet, names, pids, ready, until_all_are_ready, whole_answer
+from tests.serving.cluster.live import (
+    KEY,
+    Fleet,
+    ended_by_a_signal,
+    names,
+    pids,
+    ready,
+    until_all_are_ready,
+    whole_answer,
+)
 from tests.serving.decoders.test_cached_server import make_config as make_ranker
 from tests.serving.fakes import PATIENCE_S
 from tests.serving.http.test_tracing import Collector, attributes
@@ -105,8 +114,9 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         assert process.stdout is not None
         url = process.stdout.readline().strip()
         assert url, log.read_text()
-        yield Fleet(url, folder, process, temporary, collector)
-        process.send_signal(signal.SIGTERM)
+        found = Fleet(url, folder, process, temporary, collector)
+        yield found
+        assert ended_by_a_signal(found) == [b"HTTP/1.1 200"] * 4, "a stop finishes what was accepted"
         assert process.wait(2 * PATIENCE_S) == 0, log.read_text()
     collector.stop()
     shutil.rmtree(temporary, ignore_errors=True)
