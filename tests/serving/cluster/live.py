@@ -135,4 +135,7 @@ def ended_by_a_signal(fleet: Fleet) -> list[bytes]:
         assert time.monotonic() < ends_s, told
     for client in clients:
         client.sendall(body[9:])
-    return [whole_answer(client)[:12] for client in clients]
+    found = [whole_answer(client)[:12] for client in clients]
+    for client in clients:
+        client.close()
+    return found
