@@ -75,12 +75,8 @@ class RedisStore:
 def _usable() -> Iterator[None]:
     try:
         yield
-    except (
-        redis.RedisError,
-        OSError,
-        ValueError,
-        TypeError,
-    ) as cause:  # the last two come of an address's options
+    except (redis.RedisError, OSError, ValueError, TypeError) as cause:
+        # The last two come of options of the address.
         raise StoreError(
             f"the Redis server of features.store failed: {one_line(cause) or type(cause).__name__}"
         ) from cause
