@@ -44,12 +44,16 @@ def load_all(
     places: Sequence[str] = (),
 ) -> list[Loaded]:
     """Each model, loaded. The first configurations are those of the folders. null: numbered items, without a model.
-    places: the folder that each model is loaded from this once in place of its own; "": its own. Slow imports happen
-    here.
+    places: the folder that each model is loaded from this once in place of its own, with the settings there; "": its
+    own. Slow imports happen here.
 
     Raises UserError for what cannot be served; where there are several models, it names the model.
     """
-    first = [_at(config, places[at] if at < len(places) else "") for at, config in enumerate(configs)]
+    first = list[Config]()
+    for at, config in enumerate(configs):
+        place = places[at] if at < len(places) else ""
+        of_folder = at < len(folders) and place
+        first.append(_settings(place, config, assignments) if of_folder else _at(config, place))
     memory = None if null else _memory(first)
     models = []
     for at, (config, here) in enumerate(zip(configs, first, strict=True)):
@@ -137,12 +141,17 @@ def _load_again(
     """A reload of a model that was given by its folder: what stands there now, its settings too, under the old name."""
     from jgr.serving.versions.loading import load_any
 
+    return load_any(_settings(folder, config, assignments), metrics, memory)
+
+
+def _settings(folder: str, config: Config, assignments: Sequence[str]) -> Config:
+    """The configuration of the model in a folder, as that says, under the name of another one and for its server."""
     found = folder_config(folder)
     mine = ("", found.model.name, config.model.name)
     split = [assignment.partition("=") for assignment in assignments]
     own = [f"{key.rpartition(':')[2]}={value}" for key, _, value in split if key.rpartition(":")[0] in mine]
     found = override(found, *own, f"model.name={config.model.name}")
-    return load_any(dataclasses.replace(found, server=config.server), metrics, memory)
+    return dataclasses.replace(found, server=config.server)
 
 
 def _named(config: Config, null: bool, several: bool, memory: Memory | None) -> tuple[AnyEngine, Load | None]:

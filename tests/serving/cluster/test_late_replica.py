@@ -218,6 +218,30 @@ def test_settings_of_the_folder_are_part_of_what_a_fleet_serves(folder: Path) ->
     run(folder, scenario)
 
 
+def test_a_replica_that_starts_later_has_the_settings_of_the_folder_that_is_served(folder: Path) -> None:
+    """The link names another one by now, and nobody has reloaded."""
+    write(folder.parent / "two", seed=1)
+    settings = folder.parent / "two" / "serving.json"
+
+    async def scenario(fleet: Fleet) -> None:
+        first = await fleet.start("a")
+        length = first.models.infos[0].max_history_in_prompt
+        found = json.loads(settings.read_text())
+        found["settings"].setdefault("prompt", {})["max_items"] = length - 1
+        settings.write_text(json.dumps(found))
+        switch(folder, "two")
+        late = await fleet.start("b")
+        assert late.models.infos[0].max_history_in_prompt == length
+        await fleet.change("/v1/models/tiny/reload")
+        assert {of.models.infos[0].max_history_in_prompt for of in fleet.replicas.values()} == {length - 1}
+        last = await fleet.start("c")
+        assert last.models.infos[0].max_history_in_prompt == length - 1
+        await fleet.change("/v1/models/tiny/rollback")
+        assert {of.models.infos[0].max_history_in_prompt for of in fleet.replicas.values()} == {length}
+
+    run(folder, scenario)
+
+
 def test_a_replica_whose_journal_cannot_be_written_by_now_starts_without(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
