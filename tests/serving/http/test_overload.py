@@ -343,7 +343,7 @@ def test_a_drain_finishes_what_was_accepted_and_refuses_the_rest() -> None:
         while (reply := server.call("/health/ready")).status == 200:
             pass
         assert (reply.status, reply.headers["connection"]) == (503, "close")
-        assert "draining" in reply.error["message"]
+        assert "draining" in reply.error["message"] and int(reply.headers["retry-after"]) >= 1
         assert server.call("/health/live").status == 200
         reply = server.call("/v1/recommend", BODY)
         assert (reply.status, reply.error["type"]) == (503, "unavailable")
