@@ -96,6 +96,15 @@ def category(text: str) -> int:
     return 1 + int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") % (2**31 - 2)
 
 
+def test_a_schema_of_too_many_features_is_refused_and_what_is_quoted_of_one_is_short() -> None:
+    with pytest.raises(SchemaError, match=r"^features: there are more than 4096$"):
+        Schema.parse(",".join(f"a{at}:int8" for at in range(4097)))
+    assert len(Schema.parse(",".join(f"a{at}:int8" for at in range(4096))).features) == 4096
+    with pytest.raises(SchemaError) as refused:
+        Schema.parse("z" * 3_000_000)
+    assert len(str(refused.value)) < 300
+
+
 def test_features_are_taken_from_metadata() -> None:
     schema = derive(METADATA)
     assert str(schema) == "genres:int32[2],score:float32,year:int32"

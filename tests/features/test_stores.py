@@ -119,6 +119,14 @@ def test_wrong_addresses_are_named(address: str, message: str) -> None:
     assert message in str(raised.value)
 
 
+def test_an_address_that_cannot_be_read_shows_nothing_of_its_password() -> None:
+    for password in ("se/cret", "se#cret", "se?cret"):
+        with pytest.raises(StoreError) as refused:
+            open_store(f"redis://:{password}@127.0.0.1:6379/0", 1.0)
+        assert "se" not in str(refused.value).split() and "'se'" not in str(refused.value)
+        assert "%2F" in str(refused.value)
+
+
 def test_what_is_not_a_store_is_named(tmp_path: Path) -> None:
     path = tmp_path / "text.sqlite"
     path.write_text("not a database at all, whatever its name says")

@@ -211,9 +211,8 @@ class Front:
         back = ways.since_ns(Stamp(*answered.ended))
         self._back.took(back)
         way_ns = timing.there_ns + answered.came_ns + (back or 0) + timing.back_ns
-        if (
-            left_ms is not None or way_ns <= HELD_NS
-        ):  # without a deadline only that nobody was held up is known
+        # Without a deadline only that nobody was held up is known.
+        if left_ms is not None or way_ns <= HELD_NS:
             timing.told = float(held_up(way_ns, most_ns))
         return answered
 

@@ -327,6 +327,10 @@ def test_a_body_is_read_whole_and_no_further_than_it_may_be() -> None:
         with pytest.raises(RequestError) as refused:
             await read(scope, receive, 3)
         assert refused.value.type == "body_too_large"
+        messages = []  # nothing is received of a body that says that it is too large
+        with pytest.raises(RequestError) as refused:
+            await read({**scope, "headers": [(b"content-length", b"4")]}, receive, 3)
+        assert refused.value.type == "body_too_large"
         messages = [saved[0], {"type": "http.disconnect"}]
         with pytest.raises(ConnectionError):
             await read(scope, receive, 4)

@@ -85,6 +85,13 @@ def erase(ask: Ask, who: str, user: str, query: str = "") -> Reply:
     return ask(who, f"/v1/users/{user}/cache{query}", method="DELETE")
 
 
+@pytest.mark.parametrize("user", ["%ff", "%00", "%1b", "x" * 257])
+def test_a_user_that_no_body_could_name_is_refused_in_a_path(ask: Ask, user: str) -> None:
+    reply = erase(ask, "ada", user)
+    assert (reply.status, reply.error["field"]) == (422, "user_id")
+    assert erase(ask, "ada", "x" * 256).status == 200
+
+
 @pytest.mark.parametrize("user", ["u", None])
 def test_a_users_entries_are_of_the_key_that_made_them(ask: Ask, user: str | None) -> None:
     for who in ("ada", "bob", "eve"):
