@@ -37,11 +37,19 @@ UNWELL = (500, 504)
 class Attempt:
     """A request on its way to a replica. number: of the attempts at this request before. node: which replica the router
     has chosen; "": none yet. score: what that got. predicted_ns: how long it should take there, 0 where that is not
-    known. sent_ns: since when."""
+    known. sent_ns: since when. over: whether it has ended. on_end: what is called then, by the thread that ends it."""
 
     def __init__(self, sent_ns: int = 0, number: int = 0) -> None:
         self.node, self.score, self.predicted_ns = "", 0.0, 0.0
         self.sent_ns, self.number = sent_ns, number
+        self.over = False
+        self.on_end: Callable[[], object] | None = None
+
+    def end(self) -> None:
+        """It has ended, however. Who sets `on_end` on another thread looks at `over` after that."""
+        self.over = True
+        if self.on_end is not None:
+            self.on_end()
 
 
 SENDER = f"{socket.gethostname()}:{os.getpid()}"

@@ -3,13 +3,16 @@
 
 What Ray tells of requests' ends is told for refused attempts too, and not in order: that a replica has taken a request
 is mostly told after its end. So bookings go by Ray's id of the request, and by the replica, and what has ended is not
-booked again. It keeps no score, so each replica is a rank of its own. It may ask for no request at all.
+booked again. Of a request that is given up before it is sent, Ray tells no end: the attempt itself does. Ray keeps no
+score, so each replica is a rank of its own. It may ask for no request at all.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import OrderedDict
+from functools import partial
 from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, ReplicaResult, RequestRouter, RunningReplica
@@ -89,6 +92,11 @@ class FleetRouter(RequestRouter):  # type: ignore[misc]
         SERIES.decided((time.monotonic_ns() - now_ns) / 1e9)
         if (attempt := ATTEMPTS.get(hint.attempt)) is not None:
             attempt.score = self._policy.best_score
+            # Ray may run its router on a thread of its own.
+            loop = asyncio.get_running_loop()
+            attempt.on_end = partial(loop.call_soon_threadsafe, self._attempt_ended, ask.id)
+            if attempt.over:
+                self._attempt_ended(ask.id)
         return [[by_name[name]] for name in best]
 
     def on_request_routed(
@@ -113,6 +121,13 @@ class FleetRouter(RequestRouter):  # type: ignore[misc]
         self._ended[internal_request_id, name] = None
         if len(self._ended) > ENDED:
             self._ended.popitem(last=False)
+
+    def _attempt_ended(self, request_id: str) -> None:
+        """Nobody waits for the request any more, whether it was sent or not."""
+        name = self._policy.booked(request_id)
+        if name is not None:
+            self._policy.ended(request_id)
+            SERIES.flies(name, self._policy.in_flight(name))
 
     def _send(self, hint: Hint, ask: Ask, name: str, now_ns: int) -> int:
         """The request goes to that replica: the tokens that it should compute there."""

@@ -40,6 +40,7 @@ class Sending:
             outcome = "late"
             raise
         finally:
+            attempt.end()
             self._series.ended(outcome)
             if span is not None:
                 told = {

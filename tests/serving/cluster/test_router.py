@@ -167,6 +167,43 @@ async def test_what_has_ended_is_not_booked_again_though_ray_tells_only_then_who
 
 
 @runs
+@pytest.mark.parametrize("given_up", ["while it is asked whether it takes more", "before it was ranked"])
+async def test_what_is_given_up_before_it_is_sent_is_not_booked(given_up: str) -> None:
+    """Ray's own loop asks a replica that it knows nothing of, and the attempt is cancelled meanwhile."""
+    from ray.serve._private.common import RequestMetadata
+    from ray.serve.request_router import PendingRequest
+
+    from jgr.serving.cluster.router import SERIES
+
+    world = World(a={})
+    bookings = world.router._policy._bookings
+    asked = asyncio.Event()
+
+    async def silent(*, deadline_s: float) -> int:
+        asked.set()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    world.replicas["a"].get_queue_len = silent  # type: ignore[method-assign]
+    attempt = ATTEMPTS["given-up"] = Attempt()
+    sent = PendingRequest(
+        args=[HINT._replace(attempt="given-up")], kwargs={}, metadata=RequestMetadata("1", "2")
+    )
+    if given_up.startswith("before"):
+        attempt.end()
+    routing = asyncio.create_task(world.router._choose_replica_for_request(sent))
+    await asked.wait()
+    if not attempt.over:
+        assert bookings.work.tolist() == [110]
+        attempt.end()
+    routing.cancel()
+    await asyncio.gather(routing, return_exceptions=True)
+    await asyncio.sleep(0)
+    assert (bookings.work.sum(), len(bookings)) == (0, 0)
+    assert SERIES.tokens() == {"a": 0.0}
+
+
+@runs
 async def test_a_replica_of_a_jgr_that_is_not_understood_gets_nothing_unless_there_are_no_others() -> None:
     world = World(a={"users": digest(["u:1"], BITS), "protocol": 99}, b={"protocol": PROTOCOL}, c={})
     assert set(await world.send()) == {"b", "c"}

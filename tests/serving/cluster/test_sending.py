@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan
@@ -106,6 +107,22 @@ def test_what_is_lost_is_an_error_and_what_makes_no_work_is_no_span(traces: Trac
     (span,) = traces.ended()
     assert not span.status.is_ok
     assert dict(span.attributes or {})["jgr.replica"] == ""
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_who_has_booked_an_attempt_hears_of_its_end(lost: bool) -> None:
+    heard: list[bool] = []
+
+    async def booked(hint: Hint, asked: Asked) -> Answered:
+        attempt = ATTEMPTS[hint.attempt]
+        attempt.node, attempt.on_end = "r", lambda: heard.append(attempt.over)
+        if lost:
+            raise ConnectionError
+        return Answered(200, [], b"")
+
+    with pytest.raises(ConnectionError) if lost else nullcontext():
+        sent_by(Sending(booked, Series("f"), "joint", None))
+    assert heard == [True]
 
 
 def attempts(send: Send, series: Series, multiple: float = 0, traces: Tracing | None = None) -> Attempts:
