@@ -26,7 +26,7 @@ from jgr.embeddings.breaker import Breaker
 from jgr.embeddings.shards import ShardAway, ShardError
 from jgr.fields import one_line
 from jgr.files import refuse_overwriting
-from jgr.models.table_file import HEADER_BYTES, TableHeader
+from jgr.models.table_file import HEADER_BYTES, TableHeader, digest_of
 
 PREFIX = "jgr:rows:"
 CHECKSUM = 8
@@ -189,7 +189,10 @@ def upload(
     """
     if len(rows) != header.held:
         raise ValueError(f"{len(rows)} rows, the header says {header.held}")
-    header = msgspec.structs.replace(header, sha256=_digest(rows))
+    parts = (
+        rows[at : at + AT_ONCE] for at in range(0, len(rows), AT_ONCE)
+    )  # a mapped table is not read as a whole
+    header = msgspec.structs.replace(header, sha256=digest_of(parts, header.dtype))
     server = _Server(address, header.name, header.model, timeout_s)
     try:
         before = server.header()
@@ -243,14 +246,6 @@ def _check(server: _Server, header: TableHeader, show: Show) -> None:
         raise ShardError(
             f"{error} (read back after the upload; a server with too little maxmemory drops rows)"
         ) from None
-
-
-def _digest(rows: npt.NDArray[Any]) -> str:
-    """The SHA-256 of rows, some at a time: a mapped table need not be in memory as a whole."""
-    digest = hashlib.sha256()
-    for at in range(0, len(rows), AT_ONCE):
-        digest.update(np.ascontiguousarray(rows[at : at + AT_ONCE]).tobytes())
-    return digest.hexdigest()
 
 
 def _checksum(of: TableHeader, key: str, data: bytes) -> bytes:

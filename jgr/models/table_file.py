@@ -72,7 +72,7 @@ def row_dtype(name: RowType) -> np.dtype[Any]:
 
 
 def digest_of(parts: Iterable[npt.NDArray[Any]], dtype: RowType) -> str:
-    """The SHA-256 of rows [n, width] of any float dtype, rounded to `dtype`: `whole`, where these are all."""
+    """The SHA-256 of rows, in parts [n, width] of any float dtype, rounded to `dtype`: `whole`, where these are all."""
     digest = hashlib.sha256()
     for part in parts:
         digest.update(np.ascontiguousarray(part).astype(row_dtype(dtype)).tobytes())

@@ -88,15 +88,16 @@ def apart(
         model = ModelFiles(folder).identity()
         for name, rows in arrays.items():
             count, width = rows.shape
+            kept = rows[: held if name == ITEMS else None]
             table_file.write(
                 folder / path_of(name),
                 name,
-                [rows[: held if name == ITEMS else None]],
+                [kept],
                 width=width,
                 dtype=dtype,  # type: ignore[arg-type]
                 model=model,
                 rows=count,
-                whole=table_file.digest_of([rows], dtype),  # type: ignore[arg-type]
+                whole=table_file.digest_of([rows], dtype) if len(kept) < count else "",  # type: ignore[arg-type]
             )
 
     return replaced(params, dict.fromkeys(arrays)), write

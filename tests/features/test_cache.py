@@ -248,6 +248,17 @@ def test_wrong_values_are_counted_and_never_served() -> None:
         assert served(cache.get_many(rows(*items))) == [(1, FRESH), (3, FRESH), (0, MISSING)]
 
 
+def test_wrong_values_are_told_of_in_one_line_in_a_while(caplog: pytest.LogCaptureFixture) -> None:
+    store, clock = FakeStore({"c": record(1)[:-1], "f": b""}), Clock()
+    with cached(store, "synchronous", clock, absent_ttl_s=0.1) as cache:
+        for second in (0, 1, 2, 4, 5, 6):
+            clock.now = second * S
+            cache.get_many(rows("c", "f"))
+        assert cache.counts().invalid == 12
+    told = [each.getMessage() for each in caplog.records if "are wrong" in each.getMessage()]
+    assert [line.partition(" feature values are wrong; that of item 'c' ")[0] for line in told] == ["2", "8"]
+
+
 def test_requests_that_follow_one_another_share_a_round_trip() -> None:
     store = FakeStore({"a": record(1), "b": record(2)})
     with cached(store, "asynchronous", linger_ms=PATIENCE_S * 1e3, connections=2) as cache:

@@ -16,6 +16,11 @@ _NO_ANSWERS = {
     "model.path", "model.name", "model.compilation_cache", "catalog.path",
 }  # fmt: skip
 """Sections and fields that make no answer what it is; the model's files and the catalog have versions of their own."""
+_ANSWERS = {
+    "server.unknown_items", "server.max_history", "server.max_text_bytes", "server.max_candidates",
+    "server.max_filter_items", "server.explain",
+}  # fmt: skip
+"""Fields of these sections that do."""
 
 
 def settings_digest(config: Config) -> str:
@@ -26,6 +31,10 @@ def settings_digest(config: Config) -> str:
         f"{section}.{name}": value
         for section, fields in to_json(config).items()
         for name, value in fields.items()
-        if value != usual[section][name] and not {section, f"{section}.{name}"} & _NO_ANSWERS
+        if value != usual[section][name] and _counts(section, f"{section}.{name}")
     }
     return hashlib.sha256(json.dumps(changed, sort_keys=True).encode()).hexdigest()[:8]
+
+
+def _counts(section: str, field: str) -> bool:
+    return field in _ANSWERS or not {section, field} & _NO_ANSWERS

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections.abc import Callable, Coroutine
 from functools import wraps
@@ -250,3 +251,17 @@ async def test_what_the_coordinator_refuses_comes_as_it_is() -> None:
     refused = Response(Incompatible("unavailable", "another protocol"))
     with pytest.raises(Incompatible, match="another protocol"):
         await front(refused)._answer(RELOAD.path, RELOAD, 0.0, "")
+
+
+@runs
+async def test_a_refused_change_is_an_answer_and_no_error_that_ray_would_log(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from jgr.serving.cluster import coordinator as module
+
+    monkeypatch.setattr(module, "_running", lambda: False)
+    asked = RELOAD._replace(headers=[(b"x-request-id", b"mine")])
+    answered = await coordinator(Handle(about=[ConnectionError()])).roll("/v1/models/m/reload", asked)
+    error = json.loads(answered.body)["error"]
+    assert (answered.status, error["type"], error["request_id"]) == (503, "unavailable", "mine")
+    assert dict(answered.headers)[b"retry-after"] == b"1"

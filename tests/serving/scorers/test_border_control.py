@@ -374,7 +374,7 @@ def test_a_server_moves_its_border_and_its_scores_stay(tmp_path: Path, controlle
                 "memory.controller=ppo",
                 "memory.file={}",
             ),
-            "not a controller's file",
+            r"memory\.file: .*none\.npz: not a controller's file",
         ),
         (
             (
