@@ -62,9 +62,14 @@ class Border:
         self.total, self.least, self.most = total, least_rows, total - least_users
         page_kb = pages.page_bytes / 1024
         if not self.least <= embeddings <= self.most:
+            if total < least_rows + least_users:
+                raise ConfigError(
+                    f"cache.device_mb: {total} pages of {page_kb:.3g} KB; a batch needs {least_rows} for rows, and one "
+                    f"user {least_users}"
+                )
             raise ConfigError(
                 f"memory.split: {embeddings} of {total} pages of {page_kb:.3g} KB for rows; a batch needs "
-                f"{least_rows}, and one user {least_users} of the others (cache.device_mb, memory.split)"
+                f"{least_rows}, and one user {least_users} of the others"
             )
         self.wanted, self._begun = embeddings, False
         self.control: object | None = None

@@ -24,7 +24,7 @@ from jgr.config import UserError
 if TYPE_CHECKING:
     from jgr.models.table_file import TableFile
 
-HELP = "upload: put the rows of a model's tables of embeddings into a Redis server"
+HELP = "upload FOLDER: put the rows of a model's tables of embeddings into a Redis server"
 TIMEOUT_S = 30.0
 
 

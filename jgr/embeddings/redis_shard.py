@@ -39,6 +39,10 @@ Show = Callable[[int, int, str], None]
 """Is told of rows that are done, rows in all, and what is done with them."""
 
 
+class DamagedHeader(ShardError):
+    """What a server has where a table's header would be is none."""
+
+
 class RedisShard:
     """The rows of a table that a server holds. timeout_s: for a connection, and for all that a read takes. Once it has
     not answered several times, most reads fail at once, so that they do not keep what serves the others.
@@ -111,7 +115,7 @@ class _Server:
             raise ShardError(f"embeddings.remote: {cause}") from None
 
     def header(self) -> TableHeader | None:
-        """What the rows are; None where the server has none."""
+        """What the rows are; None where the server has none. Raises DamagedHeader."""
         with self._named():
             found = self._redis.value(self.key, HEADER_BYTES)
         if found is None:
@@ -119,8 +123,9 @@ class _Server:
         try:
             return msgspec.json.decode(found, type=TableHeader)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise ShardError(
-                f"table {self._table}: the server of embeddings.remote: {one_line(error)}"
+            raise DamagedHeader(
+                f"table {self._table}: what the server of embeddings.remote has at {self.key} is no header: "
+                f"{one_line(error)}; jgr embeddings upload --overwrite writes it anew"
             ) from None
 
     def read(self, rows: Int64, header: TableHeader) -> npt.NDArray[Any]:
@@ -195,8 +200,11 @@ def upload(
     header = msgspec.structs.replace(header, sha256=digest_of(parts, header.dtype))
     server = _Server(address, header.name, header.model, timeout_s)
     try:
-        before = server.header()
-        if before not in (None, header):
+        try:
+            before, damaged = server.header(), False
+        except DamagedHeader:
+            before, damaged = None, True
+        if damaged or before not in (None, header):
             if not _same_table(before, header):
                 refuse_overwriting(Path("Redis"), overwrite, "--remote", "other rows of this model")
             server.ask("DEL", server.key)  # a table that is not whole is not found

@@ -122,7 +122,8 @@ def _fit(name: str, headers: Sequence[TableHeader]) -> None:
         for field in ("name", "rows", "width", "dtype", "model", "whole"):
             if getattr(of, field) != getattr(first, field):
                 raise ShardError(
-                    f"table {name}: its shards differ: {field} is {getattr(first, field)!r} and {getattr(of, field)!r}"
+                    f"table {name}: its shards, in the folder and in embeddings.remote, differ: {field} is "
+                    f"{getattr(first, field)!r} and {getattr(of, field)!r}"
                 )
     for of in sorted(headers, key=lambda header: header.first):
         if of.first > reached:

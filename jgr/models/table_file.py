@@ -143,7 +143,7 @@ class TableFile:
         for field, value in wanted.items():
             found = getattr(header, field)
             if value and found != value and not (field == "model" and not found):
-                what = {"name": "table", "width": "row width"}.get(field, field)
+                what = {"name": "table", "width": "row width", "rows": "number of rows"}.get(field, field)
                 raise TableError(f"{path}: is of another {what}: {found!r}, and {value!r} is needed")
         self.rows = self._mapped() if header.held else np.zeros((0, header.width), header.numpy_dtype)
 

@@ -411,6 +411,10 @@ def test_a_border_without_room_for_a_batch_or_a_user_is_refused_with_the_figures
     cache, border, meta, pages, *_ = make()
     with pytest.raises(ConfigError, match="5 of 12 pages of 1 KB for rows; a batch needs 6, and one user 2"):
         Border(cache, meta, pages, "more", PAGES, 5, 6, 2)
+    with pytest.raises(
+        ConfigError, match=r"^cache.device_mb: 12 pages of 1 KB; a batch needs 11 for rows, and one user 2$"
+    ):
+        Border(cache, meta, pages, "more", PAGES, 11, 11, 2)
     with pytest.raises(ValueError, match="13 pages of 12 for rows: 0 to 12 can be"):
         border.set_limit(13)
     with pytest.raises(ValueError, match="rows of 2048 bytes in pages of 1024"):

@@ -90,6 +90,23 @@ def test_other_rows_of_the_model_are_replaced_on_request_alone(tmp_path: Path, s
     assert held(server).header == narrow and (held(server).read(np.arange(40)) == ROWS).all()
 
 
+def test_what_is_no_header_is_told_by_its_key_and_replaced_on_request(
+    tmp_path: Path, server: RedisProcess
+) -> None:
+    of = header(tmp_path)
+    upload(server.address, of, ROWS, 5.0)
+    with redis.Redis.from_url(server.address) as client:
+        client.set("jgr:rows:items:m", b"null")
+    with pytest.raises(
+        ShardError, match=r"at jgr:rows:items:m is no header: .*upload --overwrite writes it anew"
+    ):
+        held(server)
+    with pytest.raises(UserError, match="holds other rows of this model"):
+        upload(server.address, of, ROWS, 5.0, overwrite=False)
+    assert upload(server.address, of, ROWS, 5.0, overwrite=True) == 0
+    assert held(server).header == of
+
+
 def test_a_server_that_drops_rows_is_told_and_has_no_table(tmp_path: Path, server: RedisProcess) -> None:
     def dropping(done: int, total: int, status: str) -> None:
         if (done, status) == (40, "uploading"):

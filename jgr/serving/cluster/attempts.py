@@ -46,7 +46,7 @@ class Attempt:
         self.on_end: Callable[[], object] | None = None
 
     def end(self) -> None:
-        """It has ended, however. Who sets `on_end` on another thread looks at `over` after that."""
+        """Note that it has ended, however it did. Who sets `on_end` on another thread looks at `over` after that."""
         self.over = True
         if self.on_end is not None:
             self.on_end()

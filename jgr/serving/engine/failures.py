@@ -4,13 +4,16 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
 
 from jgr.fields import UserError
 from jgr.serving.errors import RETRY_AFTER_S, RequestError
 
 QUIET_NS = 5_000_000_000
-"""Between two lines of the log about what is not there, such as a dead shard: it fails many runs alike."""
+"""Between two lines of the log about the same that is not there, such as a dead shard: it fails many runs alike."""
+MOST_KINDS = 8
+"""So many different lines there are in that time."""
 
 _log = logging.getLogger(__name__)
 
@@ -23,20 +26,24 @@ class Failures:
     """
 
     def __init__(self, clock: Callable[[], int]) -> None:
-        self._clock, self._told_ns, self._untold = clock, -QUIET_NS, 0
+        self._clock, self._since_ns, self._untold = clock, -QUIET_NS, 0
+        self._told: set[str] = set()  # since then, without their numbers, which are those of rows
 
     def tell(self, error: Exception, request_ids: str) -> None:
         """Log a failed run of these requests."""
         if not isinstance(error, UserError):
             _log.error("the executor failed; requests: %s", request_ids, exc_info=error)
             return
-        now_ns = self._clock()
-        if now_ns - self._told_ns < QUIET_NS:
+        now_ns, kind = self._clock(), re.sub(r"\d+", "", str(error))
+        if now_ns - self._since_ns >= QUIET_NS:
+            self._since_ns, self._told = now_ns, set()
+        if kind in self._told or len(self._told) == MOST_KINDS:
             self._untold += 1
             return
+        self._told.add(kind)
         more = f"; {self._untold} runs before it failed as well" if self._untold else ""
         _log.error("what a run needs is not there: %s; requests: %s%s", error, request_ids, more)
-        self._told_ns, self._untold = now_ns, 0
+        self._untold = 0
 
 
 def answer(error: Exception) -> RequestError:

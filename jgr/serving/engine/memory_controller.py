@@ -86,7 +86,7 @@ def make_controller(config: MemoryConfig, seed: int = 0) -> Controller:
             Trees(arrays),
         )  # all of it, whichever is read: it comes from one training
     except ControllerError as error:
-        raise ControllerError(f"{path}: {error}") from None
+        raise ControllerError(f"memory.file: {path}: {error}") from None
     if config.controller == "predictor":
         return Predictor(limits, trees)
     return Ppo(limits, base) if config.controller == "ppo" else Full(limits, base, seed=seed)

@@ -16,7 +16,7 @@ TEXTS = {
     "jgr_embedding_rows": (
         "Rows of tables (items: embeddings; features: records), by table and event: found on the device or not, "
         "counted once for each batch, of features for each request; past the pool; filled ahead; evicted, and those of "
-        "them still in use (collateral); read from shards, or failed."
+        "them still in use (collateral); read from shards, or failed. The look-ups of the warm-up are counted too."
     ),
     "jgr_embedding_bytes": (
         "Bytes of rows that were sent to the device since they were missed, and of refreshed records, by table."

@@ -104,7 +104,9 @@ class Trees:
             raise ControllerError("there is no array feature of [trees, nodes]")
         shape = (int(given.shape[0]), int(given.shape[1]))
         if not (0 < shape[0] <= self.MOST_TREES and 0 < shape[1] <= self.MOST_NODES):
-            raise ControllerError(f"{shape[0]} trees of {shape[1]} nodes are more than can be decided with")
+            raise ControllerError(
+                f"{shape[0]} trees of {shape[1]} nodes: there must be 1 to {self.MOST_TREES} of 1 to {self.MOST_NODES}"
+            )
         self._feature = _array(arrays, "feature", shape, np.int32)
         self._threshold = _array(arrays, "threshold", shape, np.float32)
         self._left, self._right = (_array(arrays, name, shape, np.int32) for name in ("left", "right"))

@@ -9,7 +9,7 @@ from jgr.fields import UserError
 from jgr.serving.engine.failures import QUIET_NS, Failures, answer
 
 
-def test_what_is_not_there_is_told_once_in_a_while_and_faults_each_time(
+def test_what_is_not_there_is_told_once_in_a_while_by_cause_and_faults_each_time(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     now_ns = [0]
@@ -19,13 +19,20 @@ def test_what_is_not_there_is_told_once_in_a_while_and_faults_each_time(
         failures.tell(away, f"r{request}")
     now_ns[0] = QUIET_NS
     failures.tell(away, "r5")
+    for row in range(3):
+        failures.tell(UserError(f"table items: wrong row {row}"), f"w{row}")
+    for kind in "abcdefgh":
+        failures.tell(UserError(kind), kind)
     failures.tell(ValueError("a fault"), "r6")
     assert [record.getMessage() for record in caplog.records] == [
         "what a run needs is not there: table items: the server is away; requests: r0",
         "what a run needs is not there: table items: the server is away; requests: r5; 4 runs before it failed as well",
+        "what a run needs is not there: table items: wrong row 0; requests: w0",
+        "what a run needs is not there: a; requests: a; 2 runs before it failed as well",
+        *(f"what a run needs is not there: {kind}; requests: {kind}" for kind in "bcdef"),
         "the executor failed; requests: r6",
     ]
-    assert [record.exc_info is not None for record in caplog.records] == [False, False, True]
+    assert [record.exc_info is not None for record in caplog.records] == [False] * 9 + [True]
 
 
 def test_clients_are_told_whether_to_try_again() -> None:
