@@ -83,7 +83,7 @@ def glance(path: str, body: bytes, tenant: str = "", profiled: bool = False) -> 
         events=len(seen.history),
         items=tuple(map(_name, items)) if isinstance(items, list) else (),
         left_ms=float(deadline)
-        if isinstance(deadline, int | float) and 0 < deadline <= MAX_DEADLINE_MS
+        if type(deadline) in (int, float) and 0 < deadline <= MAX_DEADLINE_MS
         else None,
         model=seen.model if isinstance(seen.model, str) else "",
         layout=seen.layout if isinstance(seen.layout, str) else "",

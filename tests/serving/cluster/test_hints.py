@@ -39,6 +39,12 @@ def test_candidates_that_are_no_ids_have_no_names() -> None:
     assert glance("/v1/rank", body).items == ("x", "", "", "", "", "7")
 
 
+def test_a_deadline_that_is_no_number_is_none_which_a_replica_refuses_by_its_field() -> None:
+    for given in (b"true", b'"9"', b"[9]", b"null", b"0", b"-1", b"1e9"):
+        assert glance("/v1/rank", b'{"deadline_ms": ' + given + b"}").left_ms is None
+    assert glance("/v1/rank", b'{"deadline_ms": 1.5}').left_ms == 1.5
+
+
 def test_the_documents_of_a_rerank_are_its_candidates() -> None:
     body = b'{"history": ["a"], "documents": ["x", "y"]}'
     assert glance("/v1/rerank", body) == Hint(events=1, items=("x", "y"))
