@@ -40,8 +40,8 @@ def test_candidates_that_are_no_ids_have_no_names() -> None:
 
 
 def test_a_deadline_that_is_no_number_is_none_which_a_replica_refuses_by_its_field() -> None:
-    for given in (b"true", b'"9"', b"[9]", b"null", b"0", b"-1", b"1e9"):
-        assert glance("/v1/rank", b'{"deadline_ms": ' + given + b"}").left_ms is None
+    for value in (b"true", b'"9"', b"[9]", b"null", b"0", b"-1", b"1e9"):
+        assert glance("/v1/rank", b'{"deadline_ms": ' + value + b"}").left_ms is None
     assert glance("/v1/rank", b'{"deadline_ms": 1.5}').left_ms == 1.5
 
 
