@@ -25,6 +25,7 @@ FLOORS = (
         "jgr.extras",
         "jgr.heap",
         "jgr.boot",
+        "jgr.logs",
         "jgr.bounded_redis",
         "jgr.catalog",
         "jgr.prompt",

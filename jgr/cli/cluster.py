@@ -35,6 +35,8 @@ HELP = "serve by several replicas on Ray Serve; needs jgr[cluster]"
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",  # it would tell others of this cluster
     "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",  # one event loop a process, and gRPC between them
+    "RAY_SERVE_LOG_TO_STDERR": "1",  # that setting would keep the last 1000 lines of each process for itself
+    "RAY_COLOR_PREFIX": "0",  # Ray names the process before each line, in colors also where it writes to a file
     "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0",  # it is for a load balancer of Ray's, and ends half a minute late
     "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",  # one that hangs does not drain, and keeps its device meanwhile
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "jgr.serving.cluster.doors:doors",  # heads that Ray fails at
@@ -303,7 +305,7 @@ def _deploy(source: Source, host: str, port: int) -> None:
 
     from jgr.serving.cluster.application import NAME, application
 
-    serve.start(http_options={"host": host, "port": port}, proxy_location="EveryNode")
+    serve.start(http_options={"host": host, "port": port}, proxy_location="EveryNode", logging_config=LOGGING)
     http = _get_global_client().http_config  # Ray tells it nowhere else without its dashboard
     require_address((http.host, http.port), (host, port))
     built = application(source)

@@ -18,7 +18,6 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from datetime import UTC, datetime
 from typing import Any, TypeVar
 
 from absl import flags
@@ -152,35 +151,6 @@ def refuse_arguments(argv: Sequence[str]) -> None:
     """Raise UserError if a command that only takes flags got other arguments."""
     if argv:
         raise UserError(f"unexpected argument '{argv[0]}': flags are written --name=value")
-
-
-class _JsonFormatter(logging.Formatter):
-    """Writes a JSON object per line: time (UTC), level, logger, message, the call's `extra`, any exception."""
-
-    _standard = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime"}
-
-    def format(self, record: logging.LogRecord) -> str:
-        line = {
-            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.getMessage(),
-        }
-        line |= {k: v for k, v in record.__dict__.items() if k not in self._standard}
-        if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line, default=str)
-
-
-def set_up_logging(log_format: str, log_level: str) -> None:
-    """Log to stderr in `log_format` ("human" or "json"): jgr from `log_level` up, others from warnings up."""
-    human = logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s", datefmt="%H:%M:%S")
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_JsonFormatter() if log_format == "json" else human)
-    level = logging.getLevelNamesMapping()[log_level.upper()]
-    logging.basicConfig(level=max(level, logging.WARNING), handlers=[handler], force=True)
-    logging.getLogger("jgr").setLevel(level)
-    logging.captureWarnings(True)
 
 
 def progress(items: Iterable[T], label: str, total: int) -> Iterator[T]:

@@ -22,7 +22,7 @@ from typing import Protocol, cast
 
 from absl import flags
 
-from jgr import __version__, extras
+from jgr import __version__, extras, logs
 from jgr.cli import console
 from jgr.config import Config, UserError
 from jgr.heap import keep_memory
@@ -123,7 +123,7 @@ def _run(arguments: list[str]) -> int:
         return 0
     flags.FLAGS.set_gnu_getopt()  # flags may follow arguments: jgr bench serve --rate=10
     _, *positional = flags.FLAGS([f"jgr {name}", *rest])
-    console.set_up_logging(flags.FLAGS.log_format, flags.FLAGS.log_level)
+    logs.set_up(flags.FLAGS.log_format, flags.FLAGS.log_level)
     keep_memory(os.environ)  # before a command starts threads
     return command.main(positional) or 0
 

@@ -11,7 +11,9 @@ import pytest
 
 from jgr.cli.console import Teller
 
-SETUP = "import logging; from jgr.cli import console; log = logging.getLogger('jgr.x')\n"
+SETUP = (
+    "import logging; from jgr import logs; from jgr.cli import console; log = logging.getLogger('jgr.x')\n"
+)
 
 
 def _stderr(code: str) -> list[str]:
@@ -22,7 +24,7 @@ def _stderr(code: str) -> list[str]:
 
 def test_json_logs_are_one_object_a_line() -> None:
     first, second = _stderr(
-        "console.set_up_logging('json', 'info')\n"
+        "logs.set_up('json', 'info')\n"
         "log.info('served %d', 3, extra={'beam_width': 8})\n"
         "log.debug('left out')\n"
         "try: 1 / 0\n"
@@ -38,7 +40,7 @@ def test_json_logs_are_one_object_a_line() -> None:
 
 def test_human_logs_and_levels() -> None:
     lines = _stderr(
-        "console.set_up_logging('human', 'debug')\n"
+        "logs.set_up('human', 'debug')\n"
         "log.debug('ours')\n"
         "logging.getLogger('other').info('left out')\n"
         "logging.getLogger('other').warning('theirs')\n"
@@ -50,7 +52,7 @@ def test_human_logs_and_levels() -> None:
 
 def test_without_a_terminal_quick_work_yields_everything_and_says_nothing() -> None:
     lines = _stderr(
-        "console.set_up_logging('human', 'info')\n"
+        "logs.set_up('human', 'info')\n"
         "assert list(console.progress(range(5), 'count', 5)) == [0, 1, 2, 3, 4]\n"
         "with console.progress_bar('compile') as show: show(0, 2, ''); show(1, 2, 'a'); show(2, 2, 'b')\n"
     )
@@ -59,7 +61,7 @@ def test_without_a_terminal_quick_work_yields_everything_and_says_nothing() -> N
 
 def test_without_a_terminal_long_work_is_a_line_of_the_log() -> None:
     lines = _stderr(
-        "console.set_up_logging('human', 'info')\n"
+        "logs.set_up('human', 'info')\n"
         "console.TELL_EVERY_S = 0.0\n"
         "with console.progress_bar('compile') as show: show(1, 2, 'a'); show(2, 2, 'b')\n"
     )
@@ -136,7 +138,7 @@ def test_a_bar_on_a_terminal_counts_only_what_was_done_since_it_began_and_logs_s
         "class Terminal(io.StringIO):\n"
         "    def isatty(self): return True\n"
         "real, sys.stderr = sys.stderr, Terminal()\n"
-        "console.set_up_logging('human', 'info')\n"
+        "logs.set_up('human', 'info')\n"
         "with console.progress_bar('training') as show:\n"
         "    show(40, 50, 'compiling'); log.info('above'); show(50, 50, 'loss 2')\n"
         "print(sys.stderr.getvalue().replace('\\r', '\\n'), file=real)\n"

@@ -16,6 +16,7 @@ import pytest
 from absl import flags
 
 import jgr.cli
+from jgr import logs
 from jgr.cli import config as cli_config
 from jgr.cli import console
 from jgr.cli.main import COMMANDS, run, told
@@ -86,7 +87,7 @@ def test_cycles_are_looked_for_seldom_while_a_command_runs(monkeypatch: pytest.M
 
     before = gc.get_threshold()
     monkeypatch.setattr(cli_config, "main", main)
-    monkeypatch.setattr(console, "set_up_logging", lambda *_: None)
+    monkeypatch.setattr(logs, "set_up", lambda *_: None)
     gc.set_threshold(700, 10, 10)
     try:
         assert run(["config"]) == 0

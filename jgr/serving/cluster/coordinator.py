@@ -15,6 +15,7 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from jgr.config import FleetConfig
+from jgr.logs import set_up_unless_done
 from jgr.serving.cluster.placements import Placements
 from jgr.serving.cluster.protocol import Spoken, received, require
 from jgr.serving.cluster.record import Record, States, latest, plain
@@ -39,6 +40,7 @@ class Coordinator:
     def __init__(
         self, spoken: Spoken, replicas: DeploymentHandle, source: str, kept: int, fleet: FleetConfig
     ) -> None:
+        set_up_unless_done()
         require(spoken)
         self._replicas, self._source = Replicas(replicas), source
         self._rollouts = Rollouts(self._replicas, record=Record(source), most=kept)

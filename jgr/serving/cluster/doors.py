@@ -138,9 +138,9 @@ class Doors:
                 self._window.leave()
 
     async def _pass_in(self, scope: Scope, receive: Receive, send: Send) -> None:
-        came = ways.stamp()
+        came, own = ways.stamp(), _request_id(scope).encode()
         scope["headers"] = [
-            *(each for each in scope["headers"] if _passes(*each)),
+            *((name, value) for name, value in scope["headers"] if _passes(name, value, own)),
             (ways.ARRIVED, ways.written(came, self._back.mean_ns, self._refused)),
         ]
         self._refused = 0
@@ -163,11 +163,13 @@ async def _refuse(error: RequestError, scope: Scope, send: Send) -> None:
 
 
 def _request_id(scope: Scope) -> str:
-    given = [value for name, value in scope["headers"] if name == b"x-request-id"]
-    return given[-1].decode() if given and REQUEST_ID.fullmatch(given[-1]) else ""
+    given = [
+        value for name, value in scope["headers"] if name == b"x-request-id" and REQUEST_ID.fullmatch(value)
+    ]
+    return given[-1].decode() if given else ""
 
 
-def _passes(name: bytes, value: bytes) -> bool:
+def _passes(name: bytes, value: bytes, request_id: bytes) -> bool:
     if name == b"x-request-id":
-        return REQUEST_ID.fullmatch(value) is not None  # without one Ray makes one up
+        return value == request_id  # without one Ray makes one up, and of several it takes the first
     return name != ways.ARRIVED and name.replace(b"-", b"_") not in STEERS

@@ -23,6 +23,7 @@ from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jgr.config import Config
+from jgr.logs import set_up_unless_done
 from jgr.serving.cluster import ways
 from jgr.serving.cluster.attempts import SENDER, Attempts
 from jgr.serving.cluster.hints import USERS, glance
@@ -76,6 +77,7 @@ class Front:
         replicas: DeploymentHandle,
         rollouts: DeploymentHandle,
     ) -> None:
+        set_up_unless_done()
         require(spoken)
         self._config, self._max_upload_bytes = config, max_upload_bytes
         self._replicas, self._rollouts = Replicas(begun(replicas)), begun(rollouts)
@@ -177,12 +179,17 @@ class Front:
         response = self._rollouts.roll.remote(path, asked)
         try:
             async with asyncio.timeout(CHANGE_S):
-                return received(Answered, await response)
+                answered = received(Answered, await response)
         except TimeoutError:
             response.cancel()  # else one that waits for a coordinator would begin when nobody waits for it any more
             raise RequestError(
                 "unavailable", "the change was not answered in time; /v1/models tells whether it goes on"
             ) from None
+        # Where the replica tells of its own change stands nothing of the others'.
+        told_at = f"{self._config.server.base_path}/v1/models".encode()
+        return answered._replace(
+            headers=[(name, told_at if name == b"location" else value) for name, value in answered.headers]
+        )
 
     async def _scrape(self, asked: Asked) -> Answered:
         told, fronts = await asyncio.gather(self._replicas.metrics(asked), soon(self._fronts, "series"))

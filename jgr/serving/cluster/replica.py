@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import msgspec
 
 from jgr.config import Config, ConfigError, UserError
+from jgr.logs import set_up_unless_done
 from jgr.placement.transport import Bucket
 from jgr.serving.cluster.hints import Hint
 from jgr.serving.cluster.items import ItemShare
@@ -98,6 +99,7 @@ class Replica:
         host: str = "",
         bucket: Bucket | None = None,
     ) -> None:
+        set_up_unless_done()
         self._source = received(Source, source)
         self.name, self.node = (name, socket.gethostname()) if name else (_own_name(), own_node())
         self._others = others

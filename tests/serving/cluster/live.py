@@ -26,13 +26,14 @@ KEY = "key-of-the-tests"
 @dataclass
 class Fleet:
     """A fleet that runs. folder: of its model, which a reload reads again. temporary: Ray's. collector: of its
-    traces."""
+    traces. log: what it writes to stderr."""
 
     url: str
     folder: Path
     process: subprocess.Popen[str]
     temporary: Path
     collector: Collector
+    log: Path
 
     def client(self, **options: Any) -> jgr.Client:
         return jgr.Client(self.url, KEY, timeout_s=PATIENCE_S, **options)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import select
 import shutil
 import signal
@@ -114,7 +115,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         assert process.stdout is not None
         url = process.stdout.readline().strip()
         assert url, log.read_text()
-        found = Fleet(url, folder, process, temporary, collector)
+        found = Fleet(url, folder, process, temporary, collector, log)
         yield found
         assert ended_by_a_signal(found) == [b"HTTP/1.1 200"] * 4, "a stop finishes what was accepted"
         assert process.wait(2 * PATIENCE_S) == 0, log.read_text()
@@ -502,3 +503,17 @@ def test_a_reload_goes_from_one_replica_to_the_next_and_refuses_nobody(fleet: Fl
         load.until(changed)
     assert (set(load.statuses), load.wrong) == ({"200"}, [])
     assert old in load.versions and len(load.versions) == 2
+
+
+def test_a_change_that_fails_is_told_in_the_fleets_log(fleet: Fleet) -> None:
+    (fleet.folder / "serving.json").write_text("{")
+    told = fleet.head_of(
+        b"POST /v1/models/tiny/reload HTTP/1.1\r\nhost: x\r\nauthorization: Bearer 4dm1n\r\ncontent-length: 0\r\n\r\n"
+    )
+    assert told.startswith(b"HTTP/1.1 202 ") and b"\r\nlocation: /v1/models\r\n" in told
+    ends_s = time.monotonic() + PATIENCE_S
+    while json.loads(fleet.get("/v1/models"))["rollout"]["state"] != "failed":
+        assert time.monotonic() < ends_s
+    line = "Coordinator .*jgr.serving.cluster.rollout: /v1/models/tiny/reload: stopped after 0 replicas: .*serving.json"
+    while re.search(line, fleet.log.read_text()) is None:
+        assert time.monotonic() < ends_s, fleet.log.read_text()
