@@ -8,6 +8,11 @@ import logging
 import sys
 from datetime import UTC, datetime
 
+from jgr.fields import one_line
+
+MOST = 4000
+"""Characters of a message."""
+
 
 class _JsonFormatter(logging.Formatter):
     """Writes a JSON object per line: time (UTC), level, logger, message, the call's `extra`, any exception."""
@@ -27,9 +32,17 @@ class _JsonFormatter(logging.Formatter):
         return json.dumps(line, default=str)
 
 
+class _LineFormatter(logging.Formatter):
+    """Writes a line, whatever the message has from elsewhere, and any exception below it."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        record.message = one_line(record.message, MOST)
+        return super().formatMessage(record)
+
+
 def set_up(log_format: str, log_level: str) -> None:
     """Log to stderr in `log_format` ("human" or "json"): jgr from `log_level` up, others from warnings up."""
-    human = logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s", datefmt="%H:%M:%S")
+    human = _LineFormatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s", datefmt="%H:%M:%S")
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_JsonFormatter() if log_format == "json" else human)
     level = logging.getLevelNamesMapping()[log_level.upper()]

@@ -36,6 +36,7 @@ ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",  # it would tell others of this cluster
     "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",  # one event loop a process, and gRPC between them
     "RAY_SERVE_LOG_TO_STDERR": "1",  # that setting would keep the last 1000 lines of each process for itself
+    "RAY_DEDUP_LOGS": "0",  # Ray leaves out what two processes say alike
     "RAY_COLOR_PREFIX": "0",  # Ray names the process before each line, in colors also where it writes to a file
     "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0",  # it is for a load balancer of Ray's, and ends half a minute late
     "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",  # one that hangs does not drain, and keeps its device meanwhile
@@ -247,18 +248,19 @@ def _serve(source: Source, host: str, port: int, address: str | None) -> int:
     except (ray.exceptions.AuthenticationError, ConnectionError) as error:
         raise UserError(f"the Ray cluster at {address} cannot be used: {one_line(error)}; {HOW}") from None
     signals, drain_s = _Signals(), None
+    config = source.configs()[0]  # now: a folder may be damaged when all ends
     for number in (signal.SIGTERM, signal.SIGINT):  # Ray has just set its own, which end at once
         signal.signal(number, signals)
     try:
         require_closed(ray.get_runtime_context().gcs_address)
         if address is None:
-            require_room(source.configs()[0].fleet, ray.cluster_resources())
+            require_room(config.fleet, ray.cluster_resources())
         with _failures_told():
             _deploy(source, host, port)
             signals.serves = True
             print(f"http://{host}:{port}", flush=True)
             signals.ended.wait()
-            drain_s = source.configs()[0].server.drain_timeout_s
+            drain_s = config.server.drain_timeout_s
     except _Stop:
         pass
     finally:

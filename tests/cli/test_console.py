@@ -42,12 +42,14 @@ def test_human_logs_and_levels() -> None:
     lines = _stderr(
         "logs.set_up('human', 'debug')\n"
         "log.debug('ours')\n"
+        "log.warning('a\\n  b\\x1b[2J%s', 5000 * 'c')\n"
         "logging.getLogger('other').info('left out')\n"
         "logging.getLogger('other').warning('theirs')\n"
     )
-    assert len(lines) == 2
+    assert len(lines) == 3
     assert re.fullmatch(r"\d\d:\d\d:\d\d DEBUG   jgr\.x: ours", lines[0])
-    assert re.fullmatch(r"\d\d:\d\d:\d\d WARNING other: theirs", lines[1])
+    assert re.fullmatch(r"\d\d:\d\d:\d\d WARNING jgr\.x: a b\ufffd\[2Jc{3990}\.\.\.", lines[1])
+    assert re.fullmatch(r"\d\d:\d\d:\d\d WARNING other: theirs", lines[2])
 
 
 def test_without_a_terminal_quick_work_yields_everything_and_says_nothing() -> None:

@@ -112,12 +112,16 @@ class Placements:
         return None if self._world is None else self._world.placement
 
     async def go_on(self) -> None:
-        """Look again and again, until it is cancelled."""
+        """Look again and again, until it is cancelled. What goes wrong is logged once, until something else does."""
+        told = ""
         while True:
             try:
                 await self.look()
-            except Exception:
-                _log.exception("items are not placed")
+                told = ""
+            except Exception as error:
+                if (why := repr(error)) != told:
+                    _log.exception("items are not placed")
+                    told = why
             await self._wait(min(LOOK_S, self._config.refresh_s))
 
     async def look(self) -> bool:

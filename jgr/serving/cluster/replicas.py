@@ -8,6 +8,7 @@ import logging
 from typing import Any
 
 from ray.exceptions import ActorUnavailableError
+from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
 from jgr.serving.cluster.hints import Hint
@@ -140,8 +141,11 @@ class Replicas:
         return (await self._handle.items.remote(Hint(to=name), what, *arguments))[1]
 
     async def items_all(self, what: str, *arguments: Any) -> dict[str, Any]:
-        """The same of those that answer, and have a part in the items, by name."""
-        found = await self._broadcast("items", Hint(), what, *arguments)
+        """The same of those that answer, and have a part in the items, by name; of nobody where none is there yet."""
+        try:
+            found = await self._broadcast("items", Hint(), what, *arguments)
+        except DeploymentUnavailableError:
+            return {}
         answered = [each for each in found if not isinstance(each, Exception)]
         return {name: answer for name, answer in answered if answer is not None}
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from jgr.config import FleetConfig
+from jgr.config import Config, FleetConfig
 from jgr.serving.cluster.protocol import Incompatible, spoken
 from jgr.serving.cluster.record import Record
 from jgr.serving.cluster.relay import Answered, Asked
@@ -226,7 +226,7 @@ def front(response: Response) -> Any:
             """Ray awaits what ends a front; Python itself would not."""
 
     found = object.__new__(Local)
-    found._rollouts = Rollouts()
+    found._rollouts, found._config = Rollouts(), Config()
     return found
 
 
@@ -265,3 +265,34 @@ async def test_a_refused_change_is_an_answer_and_no_error_that_ray_would_log(
     error = json.loads(answered.body)["error"]
     assert (answered.status, error["type"], error["request_id"]) == (503, "unavailable", "mine")
     assert dict(answered.headers)[b"retry-after"] == b"1"
+
+
+@runs
+async def test_items_are_nobodys_where_no_replica_is_there_yet() -> None:
+    from ray.serve._private.common import DeploymentID
+    from ray.serve.exceptions import DeploymentUnavailableError
+
+    from jgr.serving.cluster.replicas import Replicas
+
+    gone = DeploymentUnavailableError(DeploymentID("Replica", "jgr"))
+    assert await Replicas(Handle(items=gone)).items_all("about") == {}  # type: ignore[arg-type]
+    some = Replicas(Handle(items=[("a", {"key": "k"}), ("b", None), ConnectionError()]))  # type: ignore[arg-type]
+    assert await some.items_all("about") == {"a": {"key": "k"}}
+
+
+@runs
+async def test_what_keeps_items_from_being_placed_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    from jgr.serving.cluster.placements import Placements
+
+    left = [ValueError("a"), ValueError("a"), ValueError("b"), asyncio.CancelledError()]
+
+    class Fleet:
+        async def items_all(self, what: str) -> dict[str, Any]:
+            raise left.pop(0)
+
+    async def wait(seconds: float) -> None:
+        pass
+
+    with pytest.raises(asyncio.CancelledError):
+        await Placements(Fleet(), FleetConfig(items="hash"), wait=wait).go_on()  # type: ignore[arg-type]
+    assert [str(each.exc_info[1]) for each in caplog.records if each.exc_info] == ["a", "b"]
