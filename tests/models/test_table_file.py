@@ -38,7 +38,7 @@ def test_rows_of_16_bits_are_the_nearest(tmp_path: Path, dtype: str, error: floa
     ("wanted", "message"),
     [
         ({"width": 16}, "is of another row width: 8, and 16 is needed"),
-        ({"rows": 51}, "is of another rows: 50, and 51 is needed"),
+        ({"rows": 51}, "is of another number of rows: 50, and 51 is needed"),
         ({"model": "m2"}, "is of another model: 'm1', and 'm2' is needed"),
         ({"name": "users"}, "is of another table: 'items', and 'users' is needed"),
     ],

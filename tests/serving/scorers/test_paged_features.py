@@ -141,7 +141,7 @@ def test_a_store_that_dies_or_lies_is_counted_and_what_is_in_pages_is_served(
         (("features.tables=paged",), "features.tables: paged .* need embeddings.tables=paged"),
         (
             (*ROOMY, "features.tables=paged", "cache.device_mb=0.001"),
-            "1 of 1 pages of 1 KB for rows; a batch needs 2",
+            "cache.device_mb: 1 pages of 1 KB; a batch needs 2 for rows",
         ),
     ],
 )

@@ -206,7 +206,7 @@ def test_what_cannot_be_served_is_refused_at_start(tmp_path: Path, wide: Callabl
         UserError, match=r"features\.tables: paged, but the rows of features\.f0 are in a table"
     ):
         load_any(wide(*PAGED, "features.tables=paged"))
-    with pytest.raises(UserError, match=r"20 of 20 pages of 1 KB for rows; a batch needs"):
+    with pytest.raises(UserError, match=r"cache.device_mb: 20 pages of 1 KB; a batch needs 25 for rows"):
         load_any(wide(PAGED[0], "cache.device_mb=0.02"))
     table = tmp_path / "wide" / "embeddings" / "features.f3.table"
     content = table.read_bytes()
