@@ -27,6 +27,7 @@ from jgr.cli import console
 from jgr.fields import UserError, one_line
 
 if TYPE_CHECKING:
+    from jgr.config import Config
     from jgr.config.fleet import FleetConfig
     from jgr.serving.cluster.replica import Source
 
@@ -97,7 +98,7 @@ def main(argv: Sequence[str]) -> int:
         values.address is None or not port
     ):  # a cluster that is there may serve this application on its port already
         port = own_port(config.server.host, port)
-    return _serve(source, config.server.host, port, values.address)
+    return _serve(source, config, port, values.address)
 
 
 def own_port(host: str, port: int = 0) -> int:
@@ -232,7 +233,8 @@ class _Signals:
         self.ended.set()
 
 
-def _serve(source: Source, host: str, port: int, address: str | None) -> int:
+def _serve(source: Source, config: Config, port: int, address: str | None) -> int:
+    """config: of the first model, as it was at the start: its folder may be damaged when all ends."""
     import ray
     from ray import serve
 
@@ -248,7 +250,6 @@ def _serve(source: Source, host: str, port: int, address: str | None) -> int:
     except (ray.exceptions.AuthenticationError, ConnectionError) as error:
         raise UserError(f"the Ray cluster at {address} cannot be used: {one_line(error)}; {HOW}") from None
     signals, drain_s = _Signals(), None
-    config = source.configs()[0]  # now: a folder may be damaged when all ends
     for number in (signal.SIGTERM, signal.SIGINT):  # Ray has just set its own, which end at once
         signal.signal(number, signals)
     try:
@@ -256,6 +257,7 @@ def _serve(source: Source, host: str, port: int, address: str | None) -> int:
         if address is None:
             require_room(config.fleet, ray.cluster_resources())
         with _failures_told():
+            host = config.server.host
             _deploy(source, host, port)
             signals.serves = True
             print(f"http://{host}:{port}", flush=True)

@@ -194,9 +194,8 @@ def upload(
     """
     if len(rows) != header.held:
         raise ValueError(f"{len(rows)} rows, the header says {header.held}")
-    parts = (
-        rows[at : at + AT_ONCE] for at in range(0, len(rows), AT_ONCE)
-    )  # a mapped table is not read as a whole
+    # Some at a time: a mapped table need not be in memory as a whole.
+    parts = (rows[at : at + AT_ONCE] for at in range(0, len(rows), AT_ONCE))
     header = msgspec.structs.replace(header, sha256=digest_of(parts, header.dtype))
     server = _Server(address, header.name, header.model, timeout_s)
     try:
