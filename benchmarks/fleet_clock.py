@@ -3,8 +3,8 @@
 
 Four engines that compute would only fight over this machine's cores. So each has all that an engine has (prompts, the
 policy, the cache's meta service, the plan of each request), but for its executors: these wait for as long as BAT's
-model needed for so many new and cached tokens on a CPU, and give scores that mean nothing. What is cached and what
-would be computed are counted by the engine's own plans.
+model needed for so many new and cached tokens on a CPU, times SLOWER, and give scores that mean nothing. What is cached
+and what would be computed are counted by the engine's own plans.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ from jgr.serving.policies.jobs import Profile, Start
 COSTS = (0.01918, 1.269e-05, 8.373e-09, 4.209e-09)
 """Seconds of a prompt: of any, of a new token, of a new one's look at another, and at a cached one. Fitted to 1899
 runs of BAT's model on two cores, as benchmarks/bat_nodes.py fits them (`speed_row`)."""
+SLOWER = 2.0
+"""So many times as long the executors wait. At the rates of the measured costs themselves, what HTTP, Ray and the plans of
+requests take is more than a slow machine's two cores have, and runs would measure these and not a router."""
 
 
 class Counts(NamedTuple):
@@ -45,7 +48,7 @@ class Counts(NamedTuple):
 def cost_s(new: int, cached: int) -> float:
     """What a prompt takes."""
     any_s, new_s, among_s, to_cached_s = COSTS
-    return any_s + new_s * new + among_s * new * new + to_cached_s * new * cached
+    return SLOWER * (any_s + new_s * new + among_s * new * new + to_cached_s * new * cached)
 
 
 class Clocked:

@@ -53,13 +53,13 @@ DEAF = ("least", "round_robin", "random", "hash")
 """Rules that hear no reports."""
 LOADS, AGES_S, FRONTS = (0.6, 0.85, 1.1), (0.2, 2.0, 7.0), (1, 2)
 REPLICAS, USERS, CANDIDATES, ITEM_TOKENS, USER_TOKENS, MOST_TOKENS = 4, 200, 100, 10, 1500.0, 4096
-WARM_S, RUN_S = 5.0, 10.0
+WARM_S, RUN_S = 6.0, 10.0
 REPEATS = 3
 """So often the joint score's sequences run with the most fronts."""
 RESAMPLES = 2000
 KEPT_TOKENS = 50_000
 """So many tokens a replica keeps, of all users and items."""
-IN_TIME_S = 0.5
+IN_TIME_S = 1.0
 """Goodput counts answers within so long."""
 PATIENCE_S = 60.0
 
