@@ -26,8 +26,8 @@ COSTS = (0.01918, 1.269e-05, 8.373e-09, 4.209e-09)
 """Seconds of a prompt: of any, of a new token, of a new one's look at another, and at a cached one. Fitted to 1899
 runs of BAT's model on two cores, as benchmarks/bat_nodes.py fits them (`speed_row`)."""
 SLOWER = 2.0
-"""So many times as long the executors wait. At the rates of the measured costs themselves, what HTTP, Ray and the plans of
-requests take is more than a slow machine's two cores have, and runs would measure these and not a router."""
+"""So many times as long the executors wait. At the rates of the measured costs themselves, what HTTP, Ray and the plans
+of requests take is more than a slow machine's two cores have, and runs would measure these and not a router."""
 
 
 class Counts(NamedTuple):
