@@ -225,17 +225,11 @@ MISSES = (
     ),
     Miss(
         "The imbalance of the joint rule behind two fronts",
-        r"fleet-routing-imbalance-of-two-fronts",
+        r"fleet-routing(-ml-1m)?-imbalance-of-two-fronts",
         "The mean itself is below the target, and the end of its interval is above it. The work in flight is averaged "
-        "over ten seconds, in which the replicas, whose clock is half as fast as in earlier runs, get half as many "
-        "requests: each one counts twice as much. In a run of the same day with the faster clock the interval was "
-        "below the target.",
-    ),
-    Miss(
-        "The latency of the joint rule over that of load alone, with ML-1M's traffic",
-        r"fleet-routing-ml-1m-p99-over-load-only",
-        "The ratio itself is below the target, and the end of its interval is above it: of a percentile over some "
-        "hundred requests a run, drawn by the second.",
+        "over ten seconds, in which replicas whose clock is half as fast as in earlier runs get half as many requests, "
+        "so that each one weighs twice as much; with the faster clock the whole interval was below the target. That "
+        "a longer run brings it back there nobody has measured yet.",
     ),
     Miss(
         "The seconds until a fleet under load has one replica more",
