@@ -203,9 +203,9 @@ MISSES = (
     ),
     Miss(
         "HLEM's controller over the best fixed split, over a real pool",
-        r"hlem-split-full-over-best-static-(trend|burst)",
+        r"hlem-split-full-over-best-static-trend",
         "In drifting traffic the controller stays near its start, and the best fixed split is hardly better than that "
-        "one. In bursts the median is below the target, and the interval lies on both sides of it.",
+        "one.",
     ),
     Miss(
         "Items of a fleet on every node, over each on one node",
