@@ -111,7 +111,7 @@ class _Bench:
         self._first: Request | None = None
 
     def _make_source(self, config: Config) -> Source:
-        values = self._values
+        values, self._period_s = self._values, 0.0
         if values.trace:
             times_s, requests = read_trace(Path(values.trace), values.max_requests)
             return TraceSource(times_s, requests, values.max_requests)
@@ -120,6 +120,7 @@ class _Bench:
         if values.arrivals_file:
             self._load["format"], times_s = read_arrivals(Path(values.arrivals_file))
             return LogSource(times_s, mix, values.seed, values.max_requests)
+        self._period_s = process.period_s
         return ProcessSource(process, mix, values.seed, values.max_requests)
 
     def run(self) -> None:
@@ -148,6 +149,8 @@ class _Bench:
 
         def measure(rate: float) -> capacity.Round:
             wanted_s = max(values.duration or DEFAULT_DURATION_S, least / rate)
+            if self._period_s:  # a part of it may have no crowd, or no night
+                wanted_s = math.ceil(wanted_s / self._period_s) * self._period_s
             schedule = self._schedule(rate, min(wanted_s, self._source.longest_s(rate)))
             if len(schedule) < least / 2:
                 raise UserError(

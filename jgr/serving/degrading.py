@@ -16,16 +16,18 @@ def shrinks(request: Request) -> bool:
     return least is not None
 
 
-def smaller(request: Request, size: int, sizes: Sequence[int]) -> Request | None:
+def smaller(request: Request, size: int, sizes: Sequence[int] | None) -> Request | None:
     """The request with the next smaller beam width, or fewer candidates, that it allows; None: there is none.
 
     size: its beam width or number of candidates. sizes: those of the compiled programs. No program is cheaper for a
-    size between two of them, so the largest of those below is taken, and where there is none, the least allowed.
+    size between two of them, so the largest of those below is taken, and where there is none, the least allowed. None:
+    each size has a cost of its own, and half of it is the next one.
     """
     least = request.min_candidates if isinstance(request, RankRequest) else request.min_beam_width
     if least is None or least >= size:
         return None
-    fewer = max([least, *(each for each in sizes if least <= each < size)])
+    below = [size // 2] if sizes is None else [each for each in sizes if each < size]
+    fewer = max(least, *below) if below else least
     if isinstance(request, RankRequest):
         if request.candidates == "all":
             return None

@@ -24,13 +24,15 @@ Verdict = Literal["done", "expired", "failed", "refused"]
 @dataclass
 class Outcomes:
     """What came of every job. verdicts, ended_ns: by job. wasted_ns: of busy_ns, the part of work for jobs that got no
-    answer. runs: (begin, end) of each run on its lane, in ns."""
+    answer; spent_ns: that of each job that has not ended without one. runs: (begin, end) of each run on its lane, in
+    ns."""
 
     verdicts: dict[int, Verdict] = field(default_factory=dict)
     ended_ns: dict[int, int] = field(default_factory=dict)
     predicted_ns: dict[int, int] = field(default_factory=dict)
     busy_ns: int = 0
     wasted_ns: int = 0
+    spent_ns: dict[int, int] = field(default_factory=dict)
     runs: list[tuple[Start, int, int]] = field(default_factory=list)
 
 
@@ -69,8 +71,12 @@ def simulate(
             _record(out, "failed", committed.failed, now_ns)
             _record(out, "expired", committed.expired, now_ns)
             _, begin_ns, end_ns = next(run for run in reversed(out.runs) if run[0].run == start.run)
-            lost = sum(out.verdicts.get(work.job) == "expired" for work in start.work)
-            out.wasted_ns += (end_ns - begin_ns) * lost // len(start.work)
+            for work in start.work:
+                share_ns = (end_ns - begin_ns) // len(start.work)
+                if out.verdicts.get(work.job, "done") == "done":
+                    out.spent_ns[work.job] = out.spent_ns.get(work.job, 0) + share_ns
+                else:
+                    out.wasted_ns += share_ns
             then(start, now_ns)
         plan = policy.plan(now_ns)
         _record(out, "expired", plan.expired, now_ns)
@@ -85,3 +91,5 @@ def simulate(
 def _record(out: Outcomes, verdict: Verdict, jobs: Sequence[int], now_ns: int) -> None:
     for job_id in jobs:
         out.verdicts[job_id], out.ended_ns[job_id] = verdict, now_ns
+        if verdict != "done":
+            out.wasted_ns += out.spent_ns.pop(job_id, 0)

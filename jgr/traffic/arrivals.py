@@ -107,6 +107,11 @@ class Process:
         return _DRAWN_BY[self.name](rng, rate, duration_s, *self.numbers)
 
     @property
+    def period_s(self) -> float:
+        """After so long the rate is as at the beginning; 0: it is always the same."""
+        return self.numbers[0] if self.name in ("diurnal", "flash") else 0.0
+
+    @property
     def mean_factor(self) -> float:
         """The mean rate over whole periods, divided by `rate`."""
         if self.name != "flash":

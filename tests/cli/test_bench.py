@@ -241,6 +241,15 @@ def test_the_capacity_of_a_server_that_answers_nothing_in_time_and_of_one_that_d
     assert "capacity  at least 400/s" in done.stdout
 
 
+def test_a_round_of_the_search_has_the_whole_period_of_the_arrivals(server: LiveServer, catalog: str) -> None:
+    target = ["--api_key=k3y", f"--url={server.listener.url}", "--set", catalog, "--max_probes=1"]
+    shape = [*SEARCH, "--rate=50", "--slo_ms=60000", "--arrivals=flash:2:0.5:10"]
+    done = _bench("serve", *shape, *target)
+    (probe,) = json.loads(done.stdout.splitlines()[-1])["probes"]
+    # The crowd comes in the middle of two seconds: 75 requests without it, and 250 in it.
+    assert [r["sent"] > 200 for r in probe["rounds"]] == [True]
+
+
 def test_a_server_that_answers_nobody_ends_the_search_before_it_begins(
     server: LiveServer, catalog: str
 ) -> None:

@@ -128,8 +128,9 @@ class ServedDecoder:
     def smaller(self, task: Task) -> Request | None:
         if isinstance(task.request, Prefill):
             return None
-        widths = {profile.width for profile in self.executors.profiles if profile.kind == task.kind}
-        return smaller(task.request, task.width, sorted(widths))
+        profiles = [profile for profile in self.executors.profiles if profile.kind == task.kind]
+        together = task.kind == "rank" and profiles[0].packed  # a batch's width is that of all its candidates
+        return smaller(task.request, task.width, None if together else [p.width for p in profiles])
 
     def too_large(self, task: Task) -> RequestError:
         size = f"{task.tokens} tokens with a width of {task.width}"

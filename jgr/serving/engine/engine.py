@@ -28,7 +28,7 @@ from msgspec.structs import replace
 
 from jgr.cache.pool import PoolLost
 from jgr.catalog.catalog import Catalog
-from jgr.serving.api import Answer, ModelInfo, Request, Timing
+from jgr.serving.api import Answer, ModelInfo, Request
 from jgr.serving.engine import failures
 from jgr.serving.engine.contract import Progress, Served, Status
 from jgr.serving.engine.host import HINTS_YIELD, Host, refusal
@@ -382,6 +382,7 @@ class Engine(Generic[S]):
                 ticket = self._tickets.get(work.job)
                 if ticket is not None:
                     ticket.started_ns = ticket.started_ns or run.start_ns
+                    ticket.begun_ns = ticket.begun_ns or run.begin_ns
                     ticket.launched_ns = ticket.launched_ns or run.launched_ns
                     ticket.ended_ns, ticket.start = run.end_ns, start
                 tasks.append(None if ticket is None else ticket.task)
@@ -389,8 +390,7 @@ class Engine(Generic[S]):
                 self.served.take(start, tasks, run.outcomes)
             except Exception as cause:
                 done, failed, error = (), committed.done, cause
-        ended = len(committed.expired) + sum(work.job not in self._tickets for work in start.work)
-        self.metrics.observe_run((run.end_ns - run.start_ns) / 1e9, ended / len(start.work))
+        self._charge(start, run, error is not None, committed.expired)
         self._pump()
         if error is not None and not lost:
             self._fail(failed, error)
@@ -399,6 +399,17 @@ class Engine(Generic[S]):
         for job_id in done:
             self._answer(self._tickets.pop(job_id), now_ns)
         self._check_drained()
+
+    def _charge(self, start: Start, run: Run, failed: bool, expired: Sequence[int]) -> None:
+        """Each request of a run has its share of the run's time; wasted is what no answer came of, or will come of."""
+        share_s, wasted = (run.end_ns - run.begin_ns) / 1e9 / len(start.work), 0
+        for work in start.work:
+            ticket = self._tickets.get(work.job)
+            if ticket is None or failed or work.job in expired or self._policy.state(work.job) == "queued":
+                wasted += 1
+            else:
+                ticket.device_s += share_s
+        self.metrics.observe_run(share_s * len(start.work), share_s * wasted)
 
     def _answer(self, ticket: Ticket, committed_ns: int) -> None:
         task, info, served, ticket.committed_ns = ticket.task, self.info, self.served, committed_ns
@@ -416,12 +427,7 @@ class Engine(Generic[S]):
         except Exception as error:
             self._tickets[ticket.job_id] = ticket
             return self._fail([ticket.job_id], error)
-        timing = Timing(
-            queue=(ticket.started_ns - ticket.submitted_ns) / 1e6,
-            prepare=(ticket.submitted_ns - ticket.arrival_ns) / 1e6,
-            device=(ticket.ended_ns - ticket.started_ns) / 1e6,
-            total=(self.clock() - ticket.arrival_ns) / 1e6,
-        )
+        timing = ticket.timing(self.clock())
         self.metrics.observe_answer(task.kind, timing, task.usage)
         answer = Answer(
             id=ticket.request_id,
@@ -442,16 +448,8 @@ class Engine(Generic[S]):
         """A hint ends. cached, computed: its user's tokens."""
         info, ticket.committed_ns = self.info, now_ns
         self.metrics.hints["not_kept" if not kept else "computed" if computed else "kept"].inc()
-        answer = Prefilled(
-            id=ticket.request_id,
-            model=info.version,
-            catalog_version=info.catalog_version,
-            kept=kept,
-            tokens=computed,
-            cached_tokens=cached,
-        )
         if not ticket.answer.done():
-            ticket.answer.set_result(answer)
+            ticket.answer.set_result(ticket.prefilled(info, kept, computed, cached))
         return ticket
 
     def _shadow(self, task: Any) -> None:
@@ -469,19 +467,22 @@ class Engine(Generic[S]):
     def _fail(self, job_ids: Sequence[int], error: Exception) -> None:
         """A run broke: the log tells, each of its requests has an error, and the engine goes on."""
         self.metrics.executor_failures.inc()
-        waited = [self._tickets[job_id] for job_id in job_ids if job_id in self._tickets]
-        request_ids = ", ".join(ticket.request_id for ticket in waited if ticket.compare is None)
-        self._failures.tell(error, request_ids)
+        waited = (self._tickets[job_id] for job_id in job_ids if job_id in self._tickets)
+        self._failures.tell(error, ", ".join(t.request_id for t in waited if t.compare is None))
         self._end(job_ids, partial(failures.answer, error))
 
     def _expire(self, job_ids: Sequence[int]) -> None:
         self.metrics.deadline_expired.inc(len(job_ids))
+        for ticket in (self._tickets[job_id] for job_id in job_ids):
+            if ticket.predicted_ns is not None:  # it would have ended later still
+                self.metrics.observe_forecast((self.clock() - ticket.predicted_ns) / 1e9)
         self._end(job_ids, partial(RequestError, "deadline_exceeded", "the deadline has passed"))
 
     def _end(self, job_ids: Sequence[int], error: Callable[[], Exception]) -> None:
         """Live requests end without an answer, each with an error of its own."""
         for job_id in job_ids:
             ticket = self._tickets.pop(job_id)
+            self.metrics.observe_waste(ticket.device_s)
             if ticket.fetching is not None:
                 ticket.fetching.cancel()
             if ticket.compare is None and not ticket.answer.done():

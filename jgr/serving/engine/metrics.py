@@ -306,9 +306,13 @@ class Metrics:
             self._dead_beams.inc(usage.dead_beams)
 
     def observe_run(self, seconds: float, wasted: float) -> None:
-        """Record a run's time on its lane. wasted: the share of its work that nobody got in time."""
+        """Record a run's time on its lane. wasted: the seconds of work that nobody will have of it."""
         self._device.inc(seconds)
-        self._wasted.inc(seconds * wasted)
+        self._wasted.inc(wasted)
+
+    def observe_waste(self, seconds: float) -> None:
+        """Record the time of earlier runs for a request that ends without an answer."""
+        self._wasted.inc(seconds)
 
     def observe_slack(self, seconds: float) -> None:
         """Record the time that is left until a request's deadline when its first run is planned."""

@@ -34,12 +34,14 @@ HANDOVERS = 20
 @dataclass(frozen=True, eq=False)
 class Run:
     """How a run ended. outcomes: one for each work of the start; empty where `error` is set. Times are in ns;
-    launched_ns: when it had been handed to the device."""
+    launched_ns: when it had been handed to the device; begin_ns: when it had its lane for itself, which is its start or
+    the end of the run before it."""
 
     outcomes: Sequence[Any]
     error: Exception | None
     start_ns: int
     launched_ns: int
+    begin_ns: int
     end_ns: int
 
 
@@ -112,6 +114,7 @@ class Lanes:
         self._idle = [[Calls(f"jgr-lane-{lane}-{number}") for number in flights] for lane in lanes]
         self._threads = [thread for threads in self._idle for thread in threads]
         self._last: list[Turn | None] = [None for _ in lanes]  # of each lane, the run that was queued last
+        self._free_ns = [0 for _ in lanes]  # when the last run of each lane ended
         self._stopping = False
         self.failed = 0
         self._ended: deque[tuple[Start, Calls, Callable[[Run], None], Run]] = deque()
@@ -198,6 +201,7 @@ class Lanes:
         mine.launched.release()
         if before is not None:
             before.collected.acquire()
+        begin_ns = max(start_ns, self._free_ns[start.lane])
         outcomes: Sequence[Any] = ()
         try:
             if error is None:
@@ -208,7 +212,8 @@ class Lanes:
                     )
         except Exception as cause:
             outcomes, error = (), cause
-        ended = Run(outcomes, error, start_ns, launched_ns, self._clock())
+        end_ns = self._free_ns[start.lane] = self._clock()
+        ended = Run(outcomes, error, start_ns, launched_ns, begin_ns, end_ns)
         self._ended.append((start, thread, done, ended))
         mine.collected.release()
         thread.post(self.reap)

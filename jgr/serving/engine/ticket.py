@@ -8,7 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from jgr.serving.api import ModelInfo, Timing
 from jgr.serving.policies.jobs import Start
+from jgr.serving.prefill import Prefilled
 
 
 class ClientGone(Exception):
@@ -18,7 +20,8 @@ class ClientGone(Exception):
 @dataclass(eq=False)
 class Ticket:
     """A request on its way. Times are the engine's clock, in ns; started_ns and ended_ns span its runs, the first of
-    which was planned at planned_ns and handed to the device at launched_ns.
+    which was planned at planned_ns, handed to the device at launched_ns, and had its lane for itself at begun_ns.
+    device_s: its share of the time of the runs that have ended.
 
     answer: gets an Answer, of a hint a Prefilled. start: its last run. compare: for a shadow, which computes again what
     an answer reused: takes what comes of it. Nobody awaits its answer.
@@ -32,12 +35,34 @@ class Ticket:
     submitted_ns: int
     planned_ns: int = 0
     started_ns: int = 0
+    begun_ns: int = 0
     launched_ns: int = 0
     ended_ns: int = 0
     committed_ns: int = 0
     encoded_ns: int = 0
+    device_s: float = 0.0
     start: Start | None = None
     deadline_ns: int | None = None
     predicted_ns: int | None = None
     fetching: asyncio.Task[None] | None = None
     compare: Callable[[Any], None] | None = None
+
+    def timing(self, now_ns: int) -> Timing:
+        """Where its time went, in ms. Until it has its lane for itself it waits."""
+        return Timing(
+            queue=(self.begun_ns - self.submitted_ns) / 1e6,
+            prepare=(self.submitted_ns - self.arrival_ns) / 1e6,
+            device=(self.ended_ns - self.begun_ns) / 1e6,
+            total=(now_ns - self.arrival_ns) / 1e6,
+        )
+
+    def prefilled(self, info: ModelInfo, kept: bool, tokens: int, cached: int) -> Prefilled:
+        """The answer to a hint. tokens: those that were computed for it; cached: those that were there."""
+        return Prefilled(
+            id=self.request_id,
+            model=info.version,
+            catalog_version=info.catalog_version,
+            kept=kept,
+            tokens=tokens,
+            cached_tokens=cached,
+        )

@@ -91,6 +91,9 @@ class Grouping(Protocol):
         Returns the other batches in flight that read what it was to write and has not.
         """
 
+    def informed(self, job: Job, hoped: bool) -> Job:
+        """The job with what is cached of its user. hoped: with all that could be, since whose it is is not known."""
+
     def alone_ns(self, job: Job) -> int:
         """What the cheapest batch of the job alone takes."""
 
@@ -167,18 +170,24 @@ class FixedShapes:
         if len(jobs) == 1 and due:
             return Group((jobs[0].id,), smallest)
         classes = [self.size_class(job) for job in jobs]
-        # Another class than the first job's may go first, where nobody is late for it.
-        heads = classes[:1] if begin_ns is None else dict.fromkeys(classes)
+        first = jobs[0].priority
+        # Another class than the first job's may go first, where nobody is late for it. Jobs that give way fill what
+        # those before them leave free, and have no say in what runs.
+        urgent = [of for of, job in zip(classes, jobs, strict=True) if job.priority == first]
+        heads = urgent[:1] if begin_ns is None else dict.fromkeys(urgent)
         found: dict[tuple[int, ...], Group] = {}  # of the shapes for the same jobs, the smallest
         for of in heads:
-            others = [each != of for each in classes]
+            others = [(job.priority != first, each != of) for each, job in zip(classes, jobs, strict=True)]
             for p in self._fitting[of]:
                 group = self._filled(p, jobs, others, begin_ns)
                 found.setdefault(group.jobs, group)
         found.pop((), None)
         # The first job is tried although it is late, where all are.
         options = list(found.values()) or [Group((jobs[0].id,), smallest)]
-        takes = {job.id: self._share(of) for job, of in zip(jobs, classes, strict=True)}
+        takes = {
+            job.id: self._share(of) if job.priority == first else 0.0
+            for job, of in zip(jobs, classes, strict=True)
+        }
 
         def rank(group: Group) -> tuple[float, int, int]:
             done = sum(map(takes.__getitem__, group.jobs))
@@ -195,10 +204,10 @@ class FixedShapes:
         return max(p.batch for p in self._profiles if p.tokens >= tokens)
 
     def _filled(
-        self, profile: Profile, jobs: Sequence[Job], others: Sequence[bool], begin_ns: int | None
+        self, profile: Profile, jobs: Sequence[Job], others: Sequence[tuple[bool, bool]], begin_ns: int | None
     ) -> Group:
-        """A batch of the first jobs that it is in time for. others: whether a job is of another class than those that
-        go first."""
+        """A batch of the first jobs that it is in time for. others: whether a job is of another priority, and of
+        another class, than those that go first."""
         end_ns = None if begin_ns is None else begin_ns + self.costs.ns(profile)
         fit = [
             at
@@ -212,6 +221,10 @@ class FixedShapes:
     def finished(self, jobs: tuple[int, ...], well: bool) -> Set[tuple[int, ...]]:
         """Nothing is remembered of batches."""
         return frozenset()
+
+    def informed(self, job: Job, hoped: bool) -> Job:
+        """Nothing is cached."""
+        return job
 
     def alone_ns(self, job: Job) -> int:
         return self.costs.ns(self._alone(job))
@@ -343,7 +356,7 @@ class Batcher(Policy[Live]):
     def next_wakeup_ns(self) -> int | None:
         """When another plan could do something by time alone; None: never."""
         times = [super().next_wakeup_ns()]
-        if self._queue and self._now_ns is not None:
+        if self.queued and self._now_ns is not None:
             times += [max(at_ns, self._now_ns) for at_ns in self._due_ns(self._head(), self._now_ns).values()]
         return min((at_ns for at_ns in times if at_ns is not None), default=None)
 
@@ -388,6 +401,9 @@ class Batcher(Policy[Live]):
     def _enter(self, job: Job, key: Key) -> Live:
         return Live(job, key)
 
+    def _informed(self, job: Job, hoped: bool = False) -> Job:
+        return self._groupings[job.kind].informed(job, hoped)
+
     def _share_ns(self, job: Job) -> int:
         return self._groupings[job.kind].share_ns(job)
 
@@ -405,7 +421,7 @@ class Batcher(Policy[Live]):
         return min(ends.values()) if len(ends) == self._streams else now_ns
 
     def _choose(self, now_ns: int) -> Start | None:
-        if not self._queue:
+        if not self.queued:
             return None
         head = self._head()
         due_ns = self._due_ns(head, now_ns)
@@ -415,10 +431,10 @@ class Batcher(Policy[Live]):
         lane = min(due_ns, key=lambda lane: ends.get(lane, now_ns))
         begin_ns = ends.get(lane, now_ns) if self._ordering.predicts else None
         due = now_ns >= due_ns[lane]
-        situation = (self._changes, self.costs.revision, lane, begin_ns)
+        situation = (self._queue.changes, self.costs.revision, lane, begin_ns)
         if not due and situation == self._waits_in:
             return None
-        jobs = (self._live[i].job for _, i in self._queue)
+        jobs = (self._live[i].job for _, i in self._queue.order)
         group = self._groupings[head.kind].group(
             (job for job in jobs if job.kind == head.kind),
             due,
@@ -451,7 +467,7 @@ class Batcher(Policy[Live]):
 
     def _head(self) -> Job:
         """The most urgent queued job."""
-        return self._live[self._queue[0][1]].job
+        return self._live[self._queue.order[0][1]].job
 
     def _due_ns(self, head: Job, now_ns: int) -> dict[int, int]:
         """From when on a batch of the most urgent job waits for no more company, by lanes that take another batch."""

@@ -26,6 +26,7 @@ Reason = Literal["queue_full", "too_large", "draining", "too_late"]
 REASONS: tuple[Reason, ...] = ("queue_full", "too_large", "draining", "too_late")
 Priority = Literal["interactive", "batch"]
 """batch: gives way to every interactive job."""
+PRIORITIES: tuple[Priority, ...] = ("interactive", "batch")
 Outcome = Literal["well", "failed", "lost"]
 """How a run ended. lost: it was refused, because the memory that its plan names was lost before it started."""
 
@@ -84,14 +85,19 @@ class Profile(Struct, frozen=True):
         return (1 if self.packed else self.batch) * (self.tokens + self.width)
 
 
+Kept = Literal["", "kept", "grown"]
+
+
 class UserPart(Struct, frozen=True):
     """A user whose part of a scorer's request may be a run of its own. name: of the user's cache entry. key: all that
     the part depends on; None: it is not kept. within: runs are those of users of at most so many events, which take
-    less time; 0: those of all users."""
+    less time; 0: those of all users. kept: what of it was kept when the job came, all of it, or what it grew from; a
+    policy finds out."""
 
     name: str
     key: bytes | None = None
     within: int = 0
+    kept: Kept = ""
 
 
 class Job(Struct, frozen=True):
@@ -100,7 +106,8 @@ class Job(Struct, frozen=True):
 
     deadline_ns: when its last run must have ended; None: any time will do. prompt: the segments that a decoder reads,
     where they may be cached. user: what a scorer reads of the user, where that may be a run of its own. waits: its
-    candidates wait for `ready`, as for their features.
+    candidates wait for `ready`, as for their features. cached: of the tokens, those of the user that were kept when the
+    job came; a policy finds out.
     """
 
     id: int
@@ -113,6 +120,7 @@ class Job(Struct, frozen=True):
     user: UserPart | None = None
     waits: bool = False
     priority: Priority = "interactive"
+    cached: int = 0
 
 
 Sort = Literal["dated", "undated", "batch"]
@@ -121,8 +129,13 @@ room of another, since only the first goes away by itself."""
 SORTS: tuple[Sort, ...] = ("dated", "undated", "batch")
 
 
+def gives_way(job: Job) -> bool:
+    """Whether every interactive job goes before it. What it was promised holds as long as none of these comes."""
+    return job.priority == "batch"
+
+
 def sort_of(job: Job) -> Sort:
-    if job.priority == "batch":
+    if gives_way(job):
         return "batch"
     return "undated" if job.deadline_ns is None else "dated"
 

@@ -25,7 +25,9 @@ from collections.abc import Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from jgr.serving.policies.jobs import Candidates, Event, Job, Outcome, Reason, Start, User, Work
+from msgspec import structs
+
+from jgr.serving.policies.jobs import Candidates, Event, Job, Kept, Outcome, Reason, Start, User, Work
 from jgr.serving.policies.live import Live, Returned
 from jgr.serving.policies.loads import Load, ShareLoad
 from jgr.serving.policies.ordering import Key, Ordering
@@ -34,7 +36,9 @@ from jgr.serving.policies.run_costs import RunCosts
 
 USER_PART = 0
 """The size of executors that compute, or fetch, a user's part."""
-WHOLE, KEPT, GROWN = "whole", "kept", "grown"
+WHOLE = "whole"
+KEPT: Kept = "kept"
+GROWN: Kept = "grown"
 """In the names of runs' costs: a part that computes the user too, a user's part that is read, or is extended."""
 REMEMBERED = 4096
 """Numbers of candidates whose parts are remembered."""
@@ -91,6 +95,9 @@ class Users(Protocol):
 
     def find(self, user: Any) -> Any:
         """Where the part is kept or is to be kept, pinned, with `place`, `before` and `grown`; None: nowhere."""
+
+    def kept(self, user: Any) -> Kept:
+        """What `find` would find of the part. Changes nothing."""
 
     def end(self, found: Any, well: bool) -> None:
         """Nobody reads or writes what was found any more. well: the run that did has not failed."""
@@ -281,8 +288,21 @@ class Orchestrator(Policy[_Live]):
         """The names of the runs' costs of a job that has not begun."""
         reads, sizes = self._parts_of(job)
         if reads:
-            return [_named(size, self._within(job)) for size in (USER_PART, *sizes)]
+            return [self._run_of(job, size) for size in (USER_PART, *sizes)]
         return list(sizes) if job.user is None else [(WHOLE, size) for size in sizes]
+
+    def _run_of(self, job: Job, size: int) -> Hashable:
+        """The name of a run's cost: of the user's part, as it was kept when the job came."""
+        kept = job.user.kept if job.user is not None and size == USER_PART else ""
+        return _named(kept or size, self._within(job))
+
+    def _informed(self, job: Job, hoped: bool = False) -> Job:
+        if self._users is None or job.user is None:
+            return job
+        kept: Kept = KEPT if hoped else self._users.kept(job.user)
+        if kept == GROWN and not self.costs.ns(_named(GROWN, self._within(job))):
+            return job  # nobody knows yet what that takes: no more than the whole part
+        return structs.replace(job, user=structs.replace(job.user, kept=kept)) if kept else job
 
     def _class_of(self, job: Job) -> Hashable:
         return self._parts_of(job), self._within(job)
@@ -299,8 +319,8 @@ class Orchestrator(Policy[_Live]):
         return sum(map(self.costs.ns, waiting)) // self._streams
 
     def _left_of(self, entry: _Live) -> list[Hashable]:
-        sizes, within = [*entry.parts, *entry.waiting], self._within(entry.job)
-        return [_named(size, within) for size, *_ in sizes]
+        sizes = [size for size, *_ in entry.parts] + [size for size, _ in entry.waiting]
+        return [self._run_of(entry.job, size) for size in sizes]
 
     def _cost_of(self, start: Start) -> Hashable:
         (work,) = start.work

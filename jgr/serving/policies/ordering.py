@@ -22,7 +22,7 @@ from __future__ import annotations
 import bisect
 from typing import Literal
 
-from jgr.serving.policies.jobs import Job
+from jgr.serving.policies.jobs import Job, gives_way
 
 Order = Literal["deadline", "edf", "fifo", "lifo", "codel"]
 Key = tuple[int, int, int]
@@ -56,7 +56,7 @@ class Ordering:
 
     def key(self, job: Job, order: int, share_ns: int) -> Key:
         """The key of a new job. order: of its submission. share_ns: what the device needs for it among many."""
-        rank = int(job.priority == "batch")
+        rank = int(gives_way(job))
         if self.order in ("fifo", "codel"):
             return rank, 0, order
         if self.order == "lifo":
@@ -68,6 +68,10 @@ class Ordering:
             last_ns = self.line[-1][0] if self.line else self._begun_ns
             due_ns = max(due_ns, last_ns + round(share_ns / FAIR_SHARE))
         return rank, due_ns, order
+
+    def overdue(self, key: Key, now_ns: int) -> bool:
+        """Whether a job that waits was due before now."""
+        return key[1] < now_ns + self._ahead_ns
 
     def waits(self, job: Job, key: Key) -> None:
         """A job stands in the queue from now on."""

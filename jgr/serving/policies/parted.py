@@ -99,6 +99,10 @@ class PartedScheduler:
         self._neighbours.tidy()
         return {whole for whole, parts in self._parts.items() if not lost.isdisjoint(parts)}
 
+    def informed(self, job: Job, hoped: bool = False) -> Job:
+        """See Grouping; by the device that has the most of the user."""
+        return max((planner.informed(job, hoped) for planner in self._planners), key=lambda each: each.cached)
+
     def alone_ns(self, job: Job) -> int:
         """See Grouping."""
         return max(planner.alone_ns(job) for planner in self._planners)

@@ -21,9 +21,9 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Generic
 
 from jgr.serving.policies.admission import Admission
-from jgr.serving.policies.backlog import Backlog
 from jgr.serving.policies.jobs import (
     AFTER,
+    PRIORITIES,
     SORTS,
     TRANSITIONS,
     Accepted,
@@ -43,6 +43,7 @@ from jgr.serving.policies.jobs import (
 from jgr.serving.policies.live import Flight, L, Returned, Span
 from jgr.serving.policies.loads import Load
 from jgr.serving.policies.ordering import Key, Ordering
+from jgr.serving.policies.queue import Queue
 from jgr.serving.policies.run_costs import RunCosts
 
 TRIAL_NS = 500_000_000
@@ -63,15 +64,13 @@ class Policy(ABC, Generic[L]):
             raise ValueError("max_queue must be >= 1")
         self.max_queue = max_queue
         self.costs = costs or RunCosts()
-        self._ordering, self._admission = ordering or Ordering(), Admission()
+        self._ordering = ordering or Ordering()
+        # One for each priority: that jobs which give way are late, and refused more often, is no fault of the others.
+        self._admissions = {priority: Admission() for priority in PRIORITIES}
         self._live: dict[int, L] = {}
         self._flights: dict[int, Flight] = {}
         self._ended_ns: dict[int, int] = {}  # when the last run of each lane ended
-        self._queue: list[tuple[Key, int]] = []  # queued jobs in their order
-        self._backlog = Backlog(self._load, self._queued_at, lambda: self.costs.revision)
-        self._same = 0  # so many of the first jobs of the queue are those that the backlog knows
-        self._changes = 0  # of the queue
-        self._sorts: dict[Sort, int] = dict.fromkeys(SORTS, 0)  # how many of them there are of each sort
+        self._queue = Queue(self._load, lambda job_id: self._live[job_id].job, lambda: self.costs.revision)
         self._deadlines: list[tuple[int, int]] = []  # (deadline_ns, id) of live jobs, ascending
         self._latest: list[tuple[int, int]] = []  # (latest_ns, id) of queued jobs that have one, ascending
         self._counts: dict[State, int] = dict.fromkeys(TRANSITIONS, 0)  # entries into each state, ever
@@ -84,7 +83,7 @@ class Policy(ABC, Generic[L]):
     @property
     def queued(self) -> int:
         """Jobs none of whose work has started."""
-        return len(self._queue)
+        return len(self._queue.order)
 
     @property
     def predicts(self) -> bool:
@@ -97,7 +96,7 @@ class Policy(ABC, Generic[L]):
 
     def waiting(self, sort: Sort) -> int:
         """Queued jobs of a sort."""
-        return self._sorts[sort]
+        return self._queue.of_sort[sort]
 
     @property
     def live(self) -> int:
@@ -137,6 +136,7 @@ class Policy(ABC, Generic[L]):
         if job.id in self._live:
             raise ValueError(f"job {job.id} is already {self.state(job.id)}")
         self._advance_clock(now_ns)
+        job = self._informed(job)
         reason, predicted_ns = self._refusal(job), None
         if self._draining:
             reason = "draining"
@@ -148,7 +148,7 @@ class Policy(ABC, Generic[L]):
             predicted_ns, in_time = self._forecast(job, key, now_ns)
             if not in_time and not self._may_try(job, now_ns):
                 reason = "too_late"
-            self._admission.decided(self._class_of(job), reason == "too_late")
+            self._admissions[job.priority].decided(self._class_of(job), reason == "too_late")
         if reason is not None:
             self._counts[advance("new", "reject")] += 1
             return Rejected(reason, predicted_ns)
@@ -167,11 +167,12 @@ class Policy(ABC, Generic[L]):
         self._advance_clock(now_ns)
         if not self._ordering.predicts or job.deadline_ns is None or not (self._live or self._flights):
             return None
+        job = self._informed(job, hoped=True)
         key = self._ordering.key(job, self._counts["queued"], 0)
         predicted_ns, in_time = self._forecast(job, key, now_ns)
         if in_time:
             return None
-        self._admission.decided(self._class_of(job), refused=True)
+        self._admissions[job.priority].decided(self._class_of(job), refused=True)
         self._counts[advance("new", "reject")] += 1
         return Rejected("too_late", predicted_ns)
 
@@ -204,7 +205,7 @@ class Policy(ABC, Generic[L]):
             starts.append(start)
             self._flights[start.run] = Flight(start, now_ns, self._cost_of(start))
             self._runs += 1
-            self._same = 0  # a policy learns from what it starts
+            self._queue.relearn()  # from what is started
             for work in start.work:
                 if (entry := self._live[work.job]).state == "queued":
                     self._move(entry, "start")
@@ -256,8 +257,8 @@ class Policy(ABC, Generic[L]):
         times = [self._deadlines[0][0]] if self._deadlines else []
         if self._latest:
             times.append(self._latest[0][0] + 1)
-        if self._queue and self._ordering.order == "codel":
-            oldest_ns = min(self._live[i].job.arrival_ns for _, i in self._queue)
+        if self._queue.order and self._ordering.order == "codel":
+            oldest_ns = min(self._live[i].job.arrival_ns for _, i in self._queue.order)
             times.append(self._ordering.too_long_at_ns(oldest_ns))
         return min(times, default=None)
 
@@ -270,20 +271,18 @@ class Policy(ABC, Generic[L]):
         """Audit the invariants; AssertionError names the broken one."""
         entries = self._live.values()
         assert {e.state for e in entries} <= {"queued", "running"}, "an ended job is remembered"
-        queued = sorted((e.key, e.job.id) for e in entries if e.state == "queued")
-        assert queued == self._queue, "the queue and the states disagree"
+        queued = [e for e in entries if e.state == "queued"]
+        self._queue.check((e.key, e.job) for e in queued)
         for sort in SORTS:
-            of = [e for e in entries if e.state == "queued" and sort_of(e.job) == sort]
-            assert len(of) == self._sorts[sort], "queued jobs are miscounted"
-            assert sum(not e.requeued for e in of) <= self.max_queue, "the queue is over its bound"
+            new = [e for e in queued if sort_of(e.job) == sort and not e.requeued]
+            assert len(new) <= self.max_queue, "the queue is over its bound"
         ended = sum(self._counts[s] for s in ("done", "failed", "cancelled", "expired"))
         assert self._counts["new"] == 0 and self._counts["queued"] == len(entries) + ended, "a job was lost"
         watched = [(e.job.deadline_ns, e.job.id) for e in entries if e.job.deadline_ns is not None]
         assert sorted(watched) == self._deadlines, "a deadline is unwatched"
-        sharing = sorted(e.key[1:] for e in entries if e.state == "queued" and self._ordering.shares(e.job))
+        sharing = sorted(e.key[1:] for e in queued if self._ordering.shares(e.job))
         assert sharing == self._ordering.line, "jobs without a deadline are lost"
-        self._known_backlog().check()
-        latest = [(e.latest_ns, e.job.id) for e in entries if e.state == "queued" and e.latest_ns is not None]
+        latest = [(e.latest_ns, e.job.id) for e in queued if e.latest_ns is not None]
         assert sorted(latest) == self._latest, "a latest start is unwatched"
 
     @abstractmethod
@@ -313,6 +312,10 @@ class Policy(ABC, Generic[L]):
     @abstractmethod
     def _begins_ns(self, now_ns: int) -> int:
         """When a run would begin on the device that is started next."""
+
+    def _informed(self, job: Job, hoped: bool = False) -> Job:
+        """The job with what is known of its runs when it comes. hoped: whose it is is not known; the best case."""
+        return job
 
     def _begun_ns(self) -> int:
         """How long the device needs for work of begun jobs that has not started."""
@@ -352,21 +355,22 @@ class Policy(ABC, Generic[L]):
     def _forecast(self, job: Job, key: Key, now_ns: int) -> tuple[int, bool]:
         """When a new job would end, and whether that is in time for it and for all that were accepted before it."""
         begin_ns = self._begins_ns(now_ns) + self._begun_ns()
-        at = bisect.bisect(self._queue, (key, job.id))
-        backlog = self._known_backlog()
+        order, backlog = self._queue.order, self._queue.backlog()
+        at = bisect.bisect(order, (key, job.id))
         load = backlog.before(at)
         end_ns = begin_ns + load.add(job)
         if job.deadline_ns is not None:
             room_ns = 0  # where nothing else is on its way, nothing can come between
             if self._live or self._flights:
-                room_ns = self._admission.room_ns(self._class_of(job), job.deadline_ns - now_ns)
+                admission = self._admissions[job.priority]
+                room_ns = admission.room_ns(self._class_of(job), job.deadline_ns - now_ns)
             if end_ns + room_ns > job.deadline_ns:
                 return end_ns, False
         last_ns = self._deadlines[-1][0] if self._deadlines else 0
-        for place in range(at, len(self._queue)):
-            behind = self._live[self._queue[place][1]]
+        for place in range(at, len(order)):
+            behind = self._live[order[place][1]]
             then_ns = begin_ns + backlog.end_ns(place)
-            if then_ns > last_ns:
+            if then_ns > last_ns or behind.key[0] > key[0]:  # who gives way has no say
                 break
             late_ns = begin_ns + load.add(behind.job)
             deadline_ns = behind.job.deadline_ns or 0
@@ -374,23 +378,19 @@ class Policy(ABC, Generic[L]):
                 return end_ns, False
         return end_ns, True
 
-    def _known_backlog(self) -> Backlog:
-        """The backlog of the queue as it is. It is told here alone: who asks for no forecast needs none."""
-        self._backlog.changed(self._same)
-        self._same = len(self._queue)
-        return self._backlog
-
-    def _queued_at(self, place: int) -> Job:
-        """The job at that place of the queue."""
-        return self._live[self._queue[place][1]].job
-
     def _loses(self, done: Sequence[int], begin_ns: int) -> int:
-        """How many accepted jobs would be late if the device began with the queue then, without these jobs."""
+        """How many accepted jobs would be late if the device began with the queue then, without these jobs; all, where
+        the first of the queue, which has waited for as long as it may, is not among them."""
+        first, first_id = self._queue.order[0]
+        if first_id not in done and self._ordering.overdue(first, self._now_ns or 0):
+            return self.queued
         if not self._latest:
             return 0
         last_ns = self._deadlines[-1][0] if self._deadlines else 0
         load, lost, ids = self._load(full=True), 0, set(done)
-        for _, job_id in self._queue:
+        for key, job_id in self._queue.order:
+            if key[0] > first[0]:  # who gives way has no say
+                break
             if job_id in ids:
                 continue
             entry = self._live[job_id]
@@ -418,8 +418,8 @@ class Policy(ABC, Generic[L]):
         while self._deadlines and self._deadlines[0][0] <= now_ns:
             late.append(self._expire(self._deadlines[0][1]))
         if self._ordering.order == "codel":
-            waits_ns = self._ordering.waits_ns(len(self._queue), now_ns)
-            old = [i for _, i in self._queue if now_ns - self._live[i].job.arrival_ns > waits_ns]
+            waits_ns = self._ordering.waits_ns(self.queued, now_ns)
+            old = [i for _, i in self._queue.order if now_ns - self._live[i].job.arrival_ns > waits_ns]
             late += map(self._expire, old)
         return late
 
@@ -455,18 +455,16 @@ class Policy(ABC, Generic[L]):
         else:
             self._counts[after] += 1
         if entry.latest_ns is not None and after == "done":
-            self._admission.in_time()
+            self._admissions[job.priority].in_time()
         elif entry.latest_ns is not None and after == "expired":
-            self._admission.late(entry.accepted_ns, self._now_ns or 0)
-        self._sorts[sort_of(job)] += (after == "queued") - (before == "queued")
+            self._admissions[job.priority].late(entry.accepted_ns, self._now_ns or 0)
         if before == "queued":
-            at = _remove(self._queue, (entry.key, job.id))
+            self._queue.remove(job, entry.key)
             self._ordering.waited(job, entry.key, after == "running", self._now_ns or 0)
             if entry.latest_ns is not None:
                 _remove(self._latest, (entry.latest_ns, job.id))
         if after == "queued":
-            at = bisect.bisect(self._queue, (entry.key, job.id))
-            self._queue.insert(at, (entry.key, job.id))
+            self._queue.add(job, entry.key)
             self._ordering.waits(job, entry.key)
             if entry.latest_ns is not None:
                 bisect.insort(self._latest, (entry.latest_ns, job.id))
@@ -474,8 +472,6 @@ class Policy(ABC, Generic[L]):
             del self._live[job.id]
             if job.deadline_ns is not None:
                 _remove(self._deadlines, (job.deadline_ns, job.id))
-        if "queued" in (before, after):
-            self._same, self._changes = min(self._same, at), self._changes + 1
         return after
 
     def _advance_clock(self, now_ns: int) -> None:
@@ -484,8 +480,5 @@ class Policy(ABC, Generic[L]):
         self._now_ns = now_ns
 
 
-def _remove(ordered: list[Any], value: Any) -> int:
-    """Where it was."""
-    at = bisect.bisect_left(ordered, value)
-    del ordered[at]
-    return at
+def _remove(ordered: list[Any], value: Any) -> None:
+    del ordered[bisect.bisect_left(ordered, value)]

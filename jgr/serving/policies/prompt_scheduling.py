@@ -25,6 +25,8 @@ from collections.abc import Iterable, Sequence, Set
 from dataclasses import replace
 from itertools import chain
 
+from msgspec import structs
+
 from jgr.cache.entries import Content, Entry, Name
 from jgr.cache.meta import CacheMeta
 from jgr.prompt.layouts import LAYOUTS, Kind, LayoutName
@@ -45,7 +47,6 @@ from jgr.serving.policies.prefix_choice import (
 from jgr.serving.policies.prototypes import PrototypePlace
 from jgr.serving.policies.run_costs import RATE, RunCosts
 from jgr.serving.policies.sources import (
-    Approximate,
     Compute,
     Near,
     PlannedPrompt,
@@ -53,6 +54,7 @@ from jgr.serving.policies.sources import (
     Reuse,
     Source,
     UnplannedPrompt,
+    moved,
 )
 
 PLENTY = 4
@@ -82,7 +84,7 @@ class PromptScheduler:
         self.profiles = sorted(profiles, key=lambda p: (p.tokens + p.context, p.batch, p.width))
         self.costs = RunCosts()  # those of the policy, once there is one
         self._lane = lane or object()
-        self._computed_share = 1.0  # of the planned tokens, those that were computed
+        self._computed_share = 1.0  # of the planned tokens that no kept user saved, those that were computed
         self._meta, self._max_tokens, self._prototypes = meta, max_tokens, prototypes
         self._policy, self._hysteresis, self._rule = policy, hysteresis, rule
         self._most_context = max((p.context for p in profiles), default=0)
@@ -169,8 +171,8 @@ class PromptScheduler:
         return self.costs.spread_ns(self._alone(job))
 
     def share_ns(self, job: Job) -> int:
-        """See Grouping. Of a prompt's tokens, as many are computed as of those that were planned lately."""
-        tokens = job.tokens * (1.0 if job.prompt is None else self._computed_share)
+        """See Grouping. Of a prompt's tokens that no kept user saves, as many are computed as were lately."""
+        tokens = (job.tokens - job.cached) * (1.0 if job.prompt is None else self._computed_share)
         width = job.width if job.kind == "rank" else 0
         return round(
             min(
@@ -216,13 +218,21 @@ class PromptScheduler:
             return None
         return self._meta.valid_tokens(_name(user), user.content, self._lane)
 
-    def kept_of_user(self, job: Job) -> int:
-        """How many tokens of a job's user need not be computed here. Changes nothing."""
+    def informed(self, job: Job, hoped: bool = False) -> Job:
+        """See Grouping."""
+        if (unplanned := job.prompt) is None or unplanned.layout == ITEMS_FIRST or unplanned.near is not None:
+            return job
+        # What ends the prompt is computed in any case.
+        cached = min(self.kept_of_user(job, hoped), self._most_context, job.tokens - 1)
+        return structs.replace(job, cached=cached) if cached > 0 else job
+
+    def kept_of_user(self, job: Job, hoped: bool = False) -> int:
+        """How many tokens of a job's user need not be computed here. hoped: all that could be. Changes nothing."""
         unplanned = _unplanned(job)
         if unplanned.fresh or self._policy not in KEEP_USERS:
             return 0
         (user,) = of_kind(unplanned.prompt, Kind.USER)
-        return self._meta.valid_tokens(_name(user), user.content, self._lane)
+        return len(user) if hoped else self._meta.valid_tokens(_name(user), user.content, self._lane)
 
     def forget(self, user: str) -> int:
         """Erase a user's entry; how many there were."""
@@ -265,13 +275,15 @@ class PromptScheduler:
         return profile == before or not deadlines or begin_ns + cost_ns <= min(deadlines)
 
     def _learn(self, prompts: Sequence[PlannedPrompt]) -> None:
-        tokens = sum(prompt.computed_tokens + prompt.cached_tokens for prompt in prompts)
         computed = sum(prompt.computed_tokens for prompt in prompts)
+        tokens = computed + sum(
+            segment.cached for prompt in prompts for segment in prompt.segments if segment.kind != Kind.USER
+        )
         if tokens:
             self._computed_share += RATE * (computed / tokens - self._computed_share)
 
     def _alone(self, job: Job) -> Profile:
-        tokens = math.ceil(job.tokens * self._computed_share)
+        tokens = math.ceil((job.tokens - job.cached) * self._computed_share)
         found = self.first_fit(1, tokens, job.tokens - tokens, job.width) or self.first_fit(
             1, job.tokens, 0, job.width
         )
@@ -362,7 +374,7 @@ class PromptScheduler:
             repairs = segment.kind == Kind.ITEM and (0 < first < length or chosen > 0 or moves)
             alone = repairs and spans == (Compute(length),)
             if moves:
-                spans = tuple(_moved(span, place) for span in spans)
+                spans = tuple(moved(span, place) for span in spans)
             segments.append(PlannedSegment(segment.kind, spans, write, first, alone))
             if spans and not isinstance(spans[0], Compute):
                 cached += spans[0].tokens
@@ -469,11 +481,6 @@ class PromptScheduler:
             if p.batch >= requests and p.tokens >= tokens and p.context >= context and p.width >= width
         )
         return min(fitting, key=self.costs.ns, default=None)
-
-
-def _moved(span: Source, place: int) -> Source:
-    """The span of an item that begins at this position of its prompt."""
-    return Approximate(span.tokens, span.cells, place, span.first) if isinstance(span, Reuse) else span
 
 
 def _unplanned(job: Job) -> UnplannedPrompt:

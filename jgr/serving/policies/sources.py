@@ -45,6 +45,11 @@ class Approximate(Struct, frozen=True, tag=True):
 Source = Compute | Reuse | Approximate
 
 
+def moved(span: Source, place: int) -> Source:
+    """The span of an item that begins at this position of its prompt."""
+    return Approximate(span.tokens, span.cells, place, span.first) if isinstance(span, Reuse) else span
+
+
 class Repair(Struct, frozen=True):
     """Which item tokens see what stands before their item, which cached ones do not (BAT-15, RCLLM-11).
 

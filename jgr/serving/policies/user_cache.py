@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from jgr.cache.entries import Entry, Name, Stored, Valued
 from jgr.cache.meta import CacheMeta
-from jgr.serving.policies.jobs import UserPart
+from jgr.serving.policies.jobs import Kept, UserPart
 
 LAYOUT = "state"
 """The layout that the entries' names have."""
@@ -92,7 +92,17 @@ class UserCache:
 
     def holds(self, user: UserPart) -> bool:
         """Whether the user's part is kept, just as it is now. Changes nothing."""
-        return self._covering(*self._named(user)) is not None
+        return self.kept(user) == "kept"
+
+    def kept(self, user: UserPart) -> Kept:
+        """Whether the user's part is kept, or what it has grown from, or neither. Changes nothing."""
+        if self.meta.kept_tokens(Name("user", user.name, LAYOUT)) == 0:
+            return ""  # a content is a hash of all that the part depends on
+        name, content = self._named(user)
+        if self._covering(name, content) is not None:
+            return "kept"
+        known = self.meta.valid_tokens(name, content)
+        return "grown" if 0 < known and len(content) - known <= self._growth else ""
 
     def end(self, found: Found, well: bool) -> None:
         """Nobody reads or writes what was found any more. well: the run has not failed, and what was new is there."""

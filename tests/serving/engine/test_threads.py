@@ -72,12 +72,14 @@ class Runs:
     def __init__(self, executors: Watched) -> None:
         self.lanes, self.ended = Lanes(executors, time.monotonic_ns), list[int]()
         self.errors: dict[int, Exception] = {}
+        self.results: dict[int, Run] = {}
 
     def begin(self, run: int) -> asyncio.Future[None]:
         end = asyncio.get_running_loop().create_future()
 
         def done(result: Run) -> None:
             self.ended.append(run)
+            self.results[run] = result
             if result.error is not None:
                 self.errors[run] = result.error
             end.set_result(None)
@@ -123,7 +125,11 @@ def test_a_run_is_launched_while_the_one_before_it_is_collected_and_ends_after_i
         runs.end()
         return runs
 
-    assert asyncio.run(two()).ended == [0, 1]
+    runs = asyncio.run(two())
+    assert runs.ended == [0, 1]
+    first, second = runs.results[0], runs.results[1]
+    assert first.begin_ns == first.start_ns
+    assert second.launched_ns < first.end_ns == second.begin_ns, "the lane is one run's at a time"
     assert executors.calls == [("launch", 0), ("collect", 0), ("launch", 1), ("collect", 1)]
 
 
