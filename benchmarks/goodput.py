@@ -47,6 +47,7 @@ import numpy as np
 from benchmarks import harness
 from benchmarks.harness import Benchmark, Claim, Measured, Missing, Quiet, Row, rounded
 from benchmarks.quality import run, server
+from benchmarks.server_meters import device_s, processor_s
 from jgr.catalog.catalog import load_catalog
 from jgr.serving.engine import journal
 from jgr.serving.policies.batching import Batcher
@@ -286,19 +287,6 @@ def model(folder: Path, config: str, data: Path) -> list[str]:
     return [str(out)]
 
 
-def processor_s() -> dict[str, float]:
-    """Processor seconds so far of the server, the one process that this one has started, by what its threads do; and of
-    this process, which is the client."""
-    (server_id,) = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    found = {"client": time.process_time(), "event_loop": 0.0, "model": 0.0, "other_threads": 0.0}
-    for task in Path(f"/proc/{server_id}/task").iterdir():
-        name, _, rest = (task / "stat").read_text().partition("(")[2].rpartition(")")
-        user, system = rest.split()[11:13]
-        part = "event_loop" if task.name == server_id else "model" if "Eigen" in name else "other_threads"
-        found[part] += (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
-    return found
-
-
 class Live:
     """A model that is served again and again, and the load that it is asked for."""
 
@@ -352,13 +340,17 @@ class Live:
             arrivals.parse_process("poisson"), make_mix(classes, self._items, rng), 7, 10**6
         )
         schedule = source.schedule(rate, settle_s + seconds, self._runs)
-        before, began_s = processor_s(), time.monotonic()
+        before, device, began_s = processor_s(), device_s(target.host, target.port), time.monotonic()
         results = processes.run(
             schedule, target, processes=1, max_connections=512, timeout_s=10.0, progress=lambda *_: None
         )
         took_s, now = time.monotonic() - began_s, processor_s()
+        used_s, wasted_s = np.subtract(device_s(target.host, target.port), device).tolist()
         cores = {part: rounded((now[part] - before[part]) / took_s) for part in now}
-        return summarize(*after(schedule, results, settle_s), SLO_MS) | {"cores": cores}
+        return summarize(*after(schedule, results, settle_s), SLO_MS) | {
+            "cores": cores,
+            "wasted_device_time": wasted_s / used_s,
+        }
 
     def capacity(self, *settings: str) -> float:
         """Answers a second at saturation."""
@@ -384,6 +376,7 @@ def live_row(
         "answered": report["answered"],
         "accepted_in_time": rounded(report["in_time"] / max(1, report["answered"].get("200", 0))),
         "cores": report["cores"],
+        "wasted_device_time": rounded(report["wasted_device_time"]),
         "latency_ms": report["latency_ms"],
         "lateness_ms": report["lateness_ms"],
     }
@@ -474,6 +467,8 @@ def claims(rows: Sequence[Row]) -> list[Claim]:
     for name in dict.fromkeys(row["model"] for row in ours if row["world"] == "live"):
         of = [row for row in ours if row.get("model") == name]
         found.append(_least(f"goodput-share-of-{name}-over-http", of, 0.9))
+        wasted = max(row["wasted_device_time"] for row in of)
+        found.append(Claim(f"wasted-device-time-of-{name}-over-http", wasted, "", "lower", 0.02))
         late = min(row["accepted_in_time"] for row in of)
         found.append(Claim(f"answers-of-{name}-that-are-in-time", late, "", "higher", 0.99))
     return found

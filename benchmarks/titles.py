@@ -369,6 +369,10 @@ TITLES: tuple[tuple[str, str], ...] = (
         "Answers in time over what the server can do, worst of all loads, over HTTP; {served}",
     ),
     (
+        r"wasted-device-time-of-(?P<served>\w+)-over-http",
+        "Largest share of the device's time that no answer came of, over HTTP; {served}",
+    ),
+    (
         r"answers-of-(?P<served>\w+)-that-are-in-time",
         "Share of the answers to accepted requests that come in time, over HTTP; {served}",
     ),

@@ -97,7 +97,7 @@ class Users(Protocol):
         """Where the part is kept or is to be kept, pinned, with `place`, `before` and `grown`; None: nowhere."""
 
     def kept(self, user: Any) -> Kept:
-        """What `find` would find of the part. Changes nothing."""
+        """How much of the part `find` would find. Changes nothing."""
 
     def end(self, found: Any, well: bool) -> None:
         """Nobody reads or writes what was found any more. well: the run that did has not failed."""
