@@ -17,10 +17,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, cast
 
+from jgr import stopping
 from jgr.fields import UserError
 
 MAX_LINE_BYTES = 1 << 20
 MAX_FILE_BYTES = 1 << 30
+LINES_A_STEP = 4096
+"""So many lines are read between two questions whether the work is to stop."""
 
 
 @contextmanager
@@ -53,6 +56,8 @@ def read_lines(path: Path, error: type[UserError]) -> Iterator[tuple[int, bytes]
         number = 0
         while line := stream.readline(MAX_LINE_BYTES + 1):
             number += 1
+            if not number % LINES_A_STEP:
+                stopping.check()
             if len(line) > MAX_LINE_BYTES:
                 raise error(f"{path}:{number}: the line is longer than {MAX_LINE_BYTES} bytes")
             yield number, line.rstrip(b"\r\n")
@@ -68,6 +73,7 @@ def read_whole(path: Path, error: type[UserError], most: int | None = None) -> b
         while not large and (
             chunk := stream.read(MAX_LINE_BYTES)
         ):  # read(most) would take as much memory at once
+            stopping.check()
             content += chunk
             large = len(content) > most
     if large:

@@ -26,6 +26,7 @@ FLOORS = (
         "jgr.heap",
         "jgr.boot",
         "jgr.logs",
+        "jgr.stopping",
         "jgr.bounded_redis",
         "jgr.catalog",
         "jgr.prompt",

@@ -134,6 +134,7 @@ def _whole_tables(folder: Path) -> list[TableFile]:
             f"{folder} has no {path}; train it with train.tables=float32, or convert it with --tables=float32"
         )
     files = ModelFiles(folder)
+    scorers.require_size(folder, files)
     files.check()
     cfg = scorers.load_config(folder)
     specs = scorers.scorer(cfg).spec(cfg)

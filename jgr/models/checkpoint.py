@@ -27,6 +27,7 @@ from jgr.models import hf, lazy_decoder
 from jgr.models.decoder import DecoderConfig
 from jgr.models.devices import ON_ONE, ONE, Devices, Placement, of_generator
 from jgr.models.generators import GeneratorConfig, GeneratorParams, generator
+from jgr.models.hf import LARGEST_ITEM
 from jgr.models.lazy_decoder import LazyConfig
 from jgr.models.model_files import ModelFiles, write_digests
 from jgr.models.params import CheckpointError, PyTree, Spec, abstract, by_name, check_finite, count
@@ -39,8 +40,6 @@ if TYPE_CHECKING:
 
 SPARE_BYTES = 1 << 20
 """Disk space that a checkpoint needs beside its arrays, with room to spare."""
-LARGEST_ITEM = 8
-"""Bytes of the widest number that a checkpoint stores."""
 
 _TO_CONFIG: Mapping[type, Callable[[Any], dict[str, Any]]] = {
     DecoderConfig: hf.to_config,
@@ -62,9 +61,9 @@ def load(
     as the folder has them. None: as an empty one, but a quantised folder is refused. ConfigError where the model cannot
     be held so.
     """
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder}: no such model folder (model.path)")
-    (files or ModelFiles(folder)).check()
+    files = files or ModelFiles(folder)
+    require_size(folder, files)
+    files.check()
     if (folder / "params").is_dir():
         cfg = hf.parse_file(folder / "config.json", _parse)
         if kind and isinstance(cfg, LazyConfig) and cfg.experts:
@@ -74,6 +73,26 @@ def load(
         served, placement = of_generator(cfg, devices)
         return served, restore(folder, generator(cfg).spec(cfg), dtype, placement, kind or "")
     return hf.load(folder, dtype, devices, kind)
+
+
+def require_size(folder: Path, files: ModelFiles) -> None:
+    """Raise CheckpointError where a folder's files are larger than the model that config.json describes can be.
+
+    files: the folder's. Of a damaged or huge file that is told at once, and not when it has been hashed.
+    """
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: no such model folder (model.path)")
+    files.check_sizes()
+    if (folder / "params").is_dir():
+        cfg = hf.parse_file(folder / "config.json", _parse)
+        files.require_size(most_bytes(generator(cfg).spec(cfg)))
+    else:
+        files.require_size(hf.most_bytes(folder), "")
+
+
+def most_bytes(declared: PyTree) -> int:
+    """The most bytes that params/ can hold. declared: the pytree of the parameters' params.Spec."""
+    return LARGEST_ITEM * count(declared) + SPARE_BYTES
 
 
 def served_dtype(folder: Path, wanted: str) -> str:
@@ -222,7 +241,7 @@ def restore(
 
     path = folder / "params"
     specs, tree = by_name(declared), abstract(declared, dtype)
-    ModelFiles(folder).require_size(LARGEST_ITEM * count(declared) + SPARE_BYTES)
+    ModelFiles(folder).require_size(most_bytes(declared))
     try:
         stored = StoredArrays(path.absolute(), specs)
         require_memory(served_bytes(specs.values(), dtype, kind), 3 * stored.largest)

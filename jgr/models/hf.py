@@ -22,6 +22,7 @@ import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from jgr import stopping
 from jgr.config import ConfigError
 from jgr.fields import one_line
 from jgr.models import compressed, quantize
@@ -30,7 +31,7 @@ from jgr.models.config_file import LARGEST, LARGEST_DEPTH, read_object
 from jgr.models.decoder import DecoderConfig, DecoderParams, Family, LayerParams, spec
 from jgr.models.devices import ONE, Devices, of_generator
 from jgr.models.model_files import weight_files
-from jgr.models.params import CheckpointError, Spec, by_name, check_finite
+from jgr.models.params import CheckpointError, Spec, by_name, check_finite, count
 from jgr.models.quantize import Quantization, is_matrix
 from jgr.models.room import require_memory
 from jgr.models.rope import RopeScaling
@@ -38,6 +39,10 @@ from jgr.ops.quantized import Quantized
 
 Array = npt.NDArray[Any]
 LARGEST_NUMBER = 1e15
+LARGEST_ITEM = 8
+"""Bytes of the widest number that a checkpoint stores."""
+LARGEST_HEADER = 100_000_000
+"""The most bytes of a header that the library of safetensors reads, with what stands around it."""
 Config = TypeVar("Config")
 
 _FAMILIES: dict[str, Family] = {"qwen2": "qwen2", "qwen3": "qwen3", "llama": "llama"}
@@ -249,6 +254,14 @@ def load(
     return served, params
 
 
+def most_bytes(folder: Path) -> int:
+    """The most bytes that the weights of a Hugging Face folder can hold: each number in the widest type, a tied
+    embedding twice, and the header of each file."""
+    cfg, _ = parse_file(folder / "config.json", _parse_quantized)
+    numbers = count(spec(cfg)) + (cfg.vocab_size * cfg.hidden if cfg.tied else 0)
+    return LARGEST_ITEM * numbers + LARGEST_HEADER * len(weight_files(folder))
+
+
 def _require_memory(folder: Path, declared: DecoderParams, dtype: Any, kind: Quantization) -> None:
     """Each kind of a layer's tensors is stacked and then cast, so its largest is there three times; of matrices in 8
     bits their stack is, and the floats of one."""
@@ -316,6 +329,7 @@ def _open(folder: Path, stack: ExitStack, stored: Quantization) -> tuple[Reader,
         where.update(dict.fromkeys(names, shard))
 
     def read(name: str, shape_only: bool) -> Any:
+        stopping.check()
         try:
             if not shape_only and stored == "fp8" and f"{name}{SUFFIX}" in where:
                 return read_fp8(folder / where[name], name)

@@ -21,7 +21,7 @@ import logging
 import os
 import stat
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any, cast
@@ -29,9 +29,10 @@ from typing import Annotated, Any, cast
 import msgspec
 from msgspec import Meta, Struct
 
+from jgr import stopping
 from jgr.fields import one_line, require
-from jgr.files import is_pipe, read_whole, reading, writing
-from jgr.models import hub
+from jgr.files import MAX_FILE_BYTES, is_pipe, read_whole, reading, writing
+from jgr.models import config_file, hub
 from jgr.models.params import CheckpointError
 
 REVISION_DIGITS = 8
@@ -42,6 +43,10 @@ HASHED_AT_ONCE = 4
 MOST_REMEMBERED = 4096
 MAX_BYTES = 64 << 20
 """The largest list of files that is read."""
+HASHED_BYTES = 1 << 20
+"""So much of a file is hashed between two questions whether the load is to stop."""
+READABLE = {"config.json": config_file.MAX_BYTES, TOKENIZER: MAX_FILE_BYTES, INDEX: MAX_BYTES}
+"""The most bytes of a file that its reader takes, so that a larger one need not be hashed to be refused."""
 
 Stamp = tuple[str, int, int, int]
 """A file's name in the folder, and its inode, size and time of change."""
@@ -67,15 +72,17 @@ class Digests(Struct, frozen=True, forbid_unknown_fields=True):
 class ModelFiles:
     """The files of a model folder as they are found at construction.
 
-    `check`, called before they are read, refuses damaged ones. `revision`, asked for when everything has been read,
-    tells whether somebody wrote to them meanwhile. Both hash each file, once.
+    `require_size`, called first, refuses those that are larger than their model can be, without hashing them. `check`,
+    called before they are read, refuses damaged ones. `revision`, asked for when everything has been read, tells
+    whether somebody wrote to them meanwhile. The last two hash each file, once.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder.absolute()
         self._found = _stamps(self._folder)
-        self._digests: Mapping[str, bytes] | None = None
-        self._checked = False
+        self._digests: dict[str, bytes] = {}
+        self._wanted: Mapping[str, FileDigest] | None = None
+        self._sizes_checked = self._checked = False
 
     @property
     def unchanged(self) -> bool:
@@ -92,19 +99,40 @@ class ModelFiles:
         """
         if self._checked:
             return
+        self.check_sizes()
+        self._compare_with_wanted(self._found_names)
+        if self._wanted is None and (self._folder / "params").is_dir():
+            _log.warning("%s: has no %s, so damaged weights may not be noticed", self._folder, DIGESTS)
         self._checked = True
-        path = self._folder / DIGESTS
-        if not os.path.lexists(path):
-            if (self._folder / "params").is_dir():
-                _log.warning("%s: has no %s, so damaged weights may not be noticed", self._folder, DIGESTS)
+
+    def check_sizes(self) -> None:
+        """Do what `check` does by the names and sizes of files alone, and by the content of config.json.
+
+        No weights are read. Raises CheckpointError also for a file that is larger than its reader takes.
+        """
+        if self._sizes_checked:
             return
+        sizes = {name: size for name, _, size, _ in self._found}
+        for name, most in READABLE.items():
+            if sizes.get(name, 0) > most:
+                raise CheckpointError(f"{self._folder / name}: holds more than {most} bytes")
+        if os.path.lexists(self._folder / DIGESTS):
+            self._wanted = self._read_digests()
+            self._compare_sizes(sizes, self._wanted)
+            # What its model needs is read from it next, so it must be what was written.
+            self._compare_with_wanted([name for name in self._found_names if name == "config.json"])
+        self._sizes_checked = True
+
+    def _read_digests(self) -> Mapping[str, FileDigest]:
+        path = self._folder / DIGESTS
         try:
-            wanted = msgspec.json.decode(read_whole(path, CheckpointError, MAX_BYTES), type=Digests).files
+            return msgspec.json.decode(read_whole(path, CheckpointError, MAX_BYTES), type=Digests).files
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise CheckpointError(
                 f"{path}: damaged checkpoint: {one_line(error)}; restore the folder"
             ) from None
-        sizes = {name: size for name, _, size, _ in self._found}
+
+    def _compare_sizes(self, sizes: Mapping[str, int], wanted: Mapping[str, FileDigest]) -> None:
         for name in sorted(wanted.keys() | sizes.keys()):
             if name not in sizes:
                 raise CheckpointError(
@@ -119,19 +147,31 @@ class ModelFiles:
                     f"{self._folder / name}: damaged checkpoint: it has {sizes[name]} bytes, "
                     f"{DIGESTS} says {wanted[name].bytes}"
                 )
-        found = self._hashed()
-        for name, digest in wanted.items():
-            if found[name].hex() != digest.sha256:
+
+    def _compare_with_wanted(self, names: Sequence[str]) -> None:
+        if self._wanted is None:
+            return
+        found = self._hashed(names)
+        for name in names:
+            if found[name].hex() != self._wanted[name].sha256:
                 raise CheckpointError(
                     f"{self._folder / name}: damaged checkpoint: its SHA-256 is not that of {DIGESTS}"
                 )
 
-    def require_size(self, largest: int) -> None:
-        """Raise CheckpointError where params/ holds more than `largest` bytes, which no such model needs."""
-        held = sum(size for name, _, size, _ in self._found if name.startswith("params/"))
+    def require_size(self, largest: int, place: str = "params") -> None:
+        """Raise CheckpointError where a place of the folder holds more than `largest` bytes, which no such model needs.
+
+        place: a folder in it; "": the files of weights of a Hugging Face folder.
+        """
+        sizes = ((name, size) for name, _, size, _ in self._found)
+        if place:
+            held = sum(size for name, size in sizes if name.startswith(f"{place}/"))
+        else:
+            held = sum(size for name, size in sizes if name not in READABLE)
         if held > largest:
+            what = f"{self._folder / place}:" if place else f"{self._folder}: its weights:"
             raise CheckpointError(
-                f"{self._folder / 'params'}: holds {held} bytes, its model needs at most {largest}; restore the folder"
+                f"{what} holds {held} bytes, its model needs at most {largest}; restore the folder"
             )
 
     def revision(self) -> str:
@@ -183,16 +223,26 @@ class ModelFiles:
                 "restore it, or write it again"
             )
 
-    def _hashed(self) -> Mapping[str, bytes]:
-        if self._digests is None:
-            names = [name for name, *_ in self._found]
+    @property
+    def _found_names(self) -> list[str]:
+        return [name for name, *_ in self._found]
+
+    def _hashed(self, names: Sequence[str] | None = None) -> Mapping[str, bytes]:
+        """The digests of the files of these names, in their order; None: of all."""
+        names = self._found_names if names is None else names
+        if missing := [name for name in names if name not in self._digests]:
+            hashed = stopping.carried(self._hash)
             with ThreadPoolExecutor(HASHED_AT_ONCE, "jgr-hash") as pool:  # hashlib lets others run meanwhile
-                self._digests = dict(zip(names, pool.map(self._hash, names), strict=True))
-        return self._digests
+                self._digests.update(zip(missing, pool.map(hashed, missing), strict=True))
+        return {name: self._digests[name] for name in names}
 
     def _hash(self, name: str) -> bytes:
-        with reading(self._folder / name, CheckpointError) as file:
-            return hashlib.file_digest(cast(io.BufferedReader, file), "sha256").digest()
+        digest, part = hashlib.sha256(), bytearray(HASHED_BYTES)
+        with reading(self._folder / name, CheckpointError) as file, memoryview(part) as view:
+            while read := cast(io.BufferedReader, file).readinto(view):
+                stopping.check()
+                digest.update(view[:read])
+        return digest.digest()
 
 
 def write_digests(folder: Path) -> None:

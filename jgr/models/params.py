@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jgr import stopping
 from jgr.config import UserError
 from jgr.fields import one_line
 
@@ -146,6 +147,7 @@ def count(specs: PyTree) -> int:
 def check_finite(place: Path, params: PyTree) -> None:
     """Raise CheckpointError naming the first parameter of `place` with NaN or infinity: its model could not answer."""
     for name, values in by_name(params).items():
+        stopping.check()
         if not np.isfinite(np.asarray(values)).all():
             raise CheckpointError(f"{place}: damaged checkpoint: {name} holds what is no finite number")
 

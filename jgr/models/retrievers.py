@@ -225,9 +225,11 @@ def load_config(folder: Path) -> RetrieverConfig:
 def load(folder: Path) -> tuple[RetrieverConfig, RetrieverParams]:
     """Read the folder that `save` wrote: config and parameters. Raises CheckpointError."""
     files = ModelFiles(folder)
-    files.check()
+    files.check_sizes()
     cfg = load_config(folder)
     specs = retriever(cfg).spec(cfg)
+    tables.require_size(folder, cfg, specs, files)
+    files.check()
     params = checkpoint.restore(folder, tables.declared(folder, cfg, specs))
     return cfg, tables.joined(folder, cfg, specs, params, files)
 

@@ -455,6 +455,7 @@ def load(
     Raises CheckpointError; ConfigError for a family that several devices cannot share.
     """
     files = files or ModelFiles(folder)
+    require_size(folder, files)
     files.check()
     cfg = load_config(folder)
     if devices.count > 1 and not isinstance(cfg, RetrieverConfig):
@@ -470,6 +471,13 @@ def load(
         )
     params = checkpoint.restore(folder, tables.declared(folder, cfg, specs), placement=placement)
     return cfg, params if paged else tables.joined(folder, cfg, specs, params, files, placement)
+
+
+def require_size(folder: Path, files: ModelFiles) -> None:
+    """Refuse a scorer's folder whose files are too large, see checkpoint.require_size."""
+    files.check_sizes()
+    cfg = load_config(folder)
+    tables.require_size(folder, cfg, scorer(cfg).spec(cfg), files)
 
 
 def load_config(folder: Path) -> ScorerConfig:

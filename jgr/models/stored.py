@@ -17,6 +17,7 @@ from typing import Any
 import numpy.typing as npt
 import tensorstore as ts
 
+from jgr import stopping
 from jgr.fields import one_line
 from jgr.models.params import CheckpointError, Spec, check_shapes
 
@@ -24,6 +25,8 @@ DTYPES = frozenset({"float16", "bfloat16", "float32", "float64"})
 METADATA = {".zarray": "zarr", "zarr.json": "zarr3"}
 """The file that describes an array, and the driver that reads it."""
 READ_AHEAD = 2
+LOOK_S = 0.2
+"""Between two looks whether who waits for a read is to stop."""
 
 
 class StoredArrays:
@@ -36,6 +39,8 @@ class StoredArrays:
     def __init__(self, path: Path, declared: Mapping[str, Spec]) -> None:
         try:
             self._stores = _open(path)
+        except stopping.Stopped:
+            raise
         except Exception as error:  # TensorStore raises many kinds for damaged files
             raise _damaged(error) from None
         check_shapes(declared, {name: store.shape for name, store in self._stores.items()})
@@ -62,9 +67,11 @@ class StoredArrays:
             for name in names:
                 waiting.append((name, self._stores[name].read()))
                 if len(waiting) == READ_AHEAD:
-                    yield waiting.popleft()[1].result()
+                    yield _result(waiting.popleft()[1])
             while waiting:
-                yield waiting.popleft()[1].result()
+                yield _result(waiting.popleft()[1])
+        except stopping.Stopped:
+            raise
         except Exception as error:
             raise _damaged(error) from None
 
@@ -72,9 +79,9 @@ class StoredArrays:
 def _open(path: Path) -> dict[str, ts.TensorStore]:
     context = ts.Context({"cache_pool": {"total_bytes_limit": 0}})
     base = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{path}/"}}
-    kv = ts.KvStore.open(base, context=context).result()
+    kv = _result(ts.KvStore.open(base, context=context))
     found = {}
-    for key in kv.list().result():
+    for key in _result(kv.list()):
         name, _, file = key.decode().rpartition("/")
         if file in METADATA:
             spec = {
@@ -83,7 +90,18 @@ def _open(path: Path) -> dict[str, ts.TensorStore]:
                 "fill_missing_data_reads": False,  # or zeros would stand for what is not there
             }
             found[name] = ts.open(spec, open=True, read=True, context=context)
-    return {name: future.result() for name, future in found.items()}
+    return {name: _result(future) for name, future in found.items()}
+
+
+def _result(future: Any) -> Any:
+    """What TensorStore's threads have read. Who waits for them can be stopped, though a disk may hang."""
+    while True:
+        stopping.check()
+        try:
+            return future.result(timeout=LOOK_S)
+        except TimeoutError:
+            if future.done():  # the error is the reading's own
+                raise
 
 
 def _damaged(error: Exception) -> CheckpointError:

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jgr import stopping
 from jgr.models import checkpoint, table_file
 from jgr.models.climber import ClimberConfig
 from jgr.models.devices import ON_ONE, Placement
@@ -143,6 +144,16 @@ def declared(folder: Path, cfg: Any, specs: PyTree) -> PyTree:
     return replaced(specs, dict.fromkeys(there(folder, cfg)))
 
 
+def require_size(folder: Path, cfg: Any, specs: PyTree, files: ModelFiles) -> None:
+    """Raise CheckpointError where the folder's parameters or tables are larger than those of its config can be, which
+    is told before they are hashed."""
+    files.require_size(checkpoint.most_bytes(declared(folder, cfg, specs)))
+    sizes = [4 * leaf(specs, name).shape[0] * leaf(specs, name).shape[1] for name in there(folder, cfg)]
+    files.require_size(
+        sum(sizes) + len(sizes) * table_file.HEADER_BYTES + checkpoint.SPARE_BYTES, "embeddings"
+    )
+
+
 def open_table(folder: Path, name: str, specs: PyTree, files: ModelFiles) -> TableFile:
     """A table of a model's folder. Raises TableError where it is not this model's."""
     rows, width = leaf(specs, name).shape
@@ -161,6 +172,7 @@ def joined(
                 f"{table.path}: has {table.header.held} of {table.header.rows} rows, so it is served with "
                 "embeddings.tables=paged and embeddings.remote"
             )
+        stopping.check()
         size = 4 * table.rows.size
         require_memory(size, size)
         found[name] = placement.put(leaf(specs, name), np.asarray(table.rows, np.float32))

@@ -126,6 +126,7 @@ def _load_model(folder: Path, config: Config, devices: Devices, kinds: Sequence[
         cfg, params = checkpoint.load(folder, dtype, files, devices, kind)
         return cfg, laid_out(params, devices.count)
 
+    checkpoint.require_size(folder, files)  # before `once` hashes them
     weights = once(files, ("generator", dtype, kind, devices), read)
     path = folder / "tokenizer.json"
     tokenizer = Tokenizer.from_file(path) if path.exists() else None

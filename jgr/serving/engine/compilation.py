@@ -25,6 +25,7 @@ import numpy.typing as npt
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 
+from jgr import stopping
 from jgr.config import UserError
 from jgr.ops import native, split
 
@@ -79,6 +80,7 @@ def compiled(
     )
     program = _programs.get(whole)
     if program is None:
+        stopping.check()
         fresh = partial(inspect.unwrap(function), **static)  # JAX forgets what it made of it when it is gone
         with _shared_by(leaves):
             lowered = jax.jit(fresh, donate_argnums=donate, keep_unused=keep_unused).lower(*arguments)

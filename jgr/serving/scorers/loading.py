@@ -93,6 +93,7 @@ def load_scorer(folder: Path, config: Config, devices: Devices = ONE) -> ScorerM
             "model.tensor_parallel: users of a scorer are kept (executors.share_user) on one device only"
         )
     files = ModelFiles(folder)
+    scorers.require_size(folder, files)  # before `once` hashes them
     read = partial(scorers.load, folder, files, devices, paged)
     weights = once(files, ("scorer", devices, paged), read)
     return ScorerModel(weights, files.revision(), folder, files)
