@@ -424,12 +424,15 @@ class ModelInfo(Struct, kw_only=True, frozen=True):
         ReloadState,
         Meta(
             description="State of the last reload or rollback. running: until the new version is ready and the old one "
-            "has finished its requests. failed: the old version still serves."
+            "has finished its requests. failed, cancelled: the old version still serves."
         ),
     ] = "never"
-    reload_error: Annotated[str | None, Meta(description="Why the last reload failed. null: it did not.")] = (
-        None
-    )
+    reload_error: Annotated[
+        str | None,
+        Meta(
+            description="Why the last reload failed, or what a cancelled one left that has not ended. null: neither."
+        ),
+    ] = None
     previous: Annotated[
         str | None, Meta(description="The version before, to which a rollback goes. null: there was none.")
     ] = None

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct, UnsetType
 
-ReloadState = Literal["never", "running", "done", "failed"]
+ReloadState = Literal["never", "running", "done", "failed", "cancelled"]
 
 
 class ServedVersion(Struct, kw_only=True, frozen=True):
@@ -23,7 +23,7 @@ class ServedVersion(Struct, kw_only=True, frozen=True):
     ]
     reload: Annotated[ReloadState, Meta(description="State of the replica's last reload or rollback.")]
     reload_error: Annotated[
-        str | None, Meta(description="Why the replica's last reload failed. null: it did not.")
+        str | None, Meta(description="Why the replica's last reload failed, see ModelInfo.")
     ] = None
 
 

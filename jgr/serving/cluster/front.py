@@ -38,7 +38,7 @@ from jgr.serving.cluster.whole import Shared, best, erased, metrics, models, rea
 from jgr.serving.engine.tracing import tracing
 from jgr.serving.errors import RequestError
 from jgr.serving.http.bounds import READ_TIMEOUT_S, REQUEST_ID
-from jgr.serving.http.cold import ADMIN_PATHS, UPLOAD_PATH
+from jgr.serving.http.cold import ADMIN_METHODS, ADMIN_PATHS, UPLOAD_PATH
 from jgr.serving.http.connection import UPLOAD_TIMEOUT_S
 from jgr.serving.http.front import own_path
 from jgr.serving.http.keys import Keys
@@ -128,7 +128,7 @@ class Front:
             if self._draining:
                 raise RequestError("unavailable", "the fleet is draining")
             tenant = self._charge(scope, path)
-            upload = path == UPLOAD_PATH and changes(scope["method"], path)
+            upload = path == UPLOAD_PATH and scope["method"] == "POST"
             with self._uploads.one() if upload else nullcontext():
                 # Of who may not ask no body is read: a replica refuses by the head alone.
                 asked = head(scope) if tenant is None else await self._read(scope, receive, upload)
@@ -280,7 +280,7 @@ class _Timing:
 
 def changes(method: str, path: str) -> bool:
     """Whether a request changes what the fleet serves, which only an admin may."""
-    return method == "POST" and path.startswith(ADMIN_PATHS)
+    return method in ADMIN_METHODS and path.startswith(ADMIN_PATHS)
 
 
 async def _lifespan(scope: Scope, receive: Receive, send: Send) -> None:

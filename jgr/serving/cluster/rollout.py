@@ -40,6 +40,10 @@ SILENT_S = 120.0
 JOINING_S = 30.0
 """So long a replica that has joined is waited for until requests can be sent to it."""
 BACK = "/rollback"
+BAD = ("failed", "cancelled")
+"""Ends of a replica's change that leave it with what it served."""
+CANCELLED = ("/reload", "/activate")
+"""Ends of paths at which one server's changes are cancelled."""
 
 _log = logging.getLogger(__name__)
 
@@ -138,6 +142,11 @@ class Rollouts:
         """The first replica's answer; the change of the others goes on in the background. Who is cancelled while that
         is awaited cancels nothing of it. Raises RequestError where another change is going on, or no replica is
         there."""
+        if asked.method == "DELETE" and path.endswith(CANCELLED):
+            raise RequestError(
+                "conflict",
+                "a fleet's change cannot be cancelled; it stops at the first replica where it fails",
+            )
         if self._going_on is not None and not self._going_on.done():
             raise RequestError(
                 "conflict", "another change of the fleet is going on; ask again when it is over"
@@ -265,7 +274,7 @@ class Rollouts:
                 for of, (number, state, error) in about["changes"].items()
                 if number > begun.get(of, 0)
             ]
-            failed = next((error for state, error in mine if state == "failed"), None)
+            failed = next((error or state for state, error in mine if state in BAD), None)
             if failed is not None:
                 raise Failed(name, failed)
             if all(state != "running" for state, _ in mine):

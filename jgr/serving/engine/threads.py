@@ -21,6 +21,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
+from jgr import stopping
 from jgr.cache.pool import PoolLost
 from jgr.config import UserError
 from jgr.serving.engine.contract import Executors, Progress
@@ -126,7 +127,7 @@ class Lanes:
             thread.start()
             thread.call(self._executors.bind)
         ended: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
-        self._threads[0].call(partial(self._warm_up, progress, ended))
+        self._threads[0].call(partial(stopping.carried(self._warm_up), progress, ended))
         if error := await ended:
             raise error
 
@@ -222,6 +223,7 @@ class Lanes:
         def step(done: int, total: int, label: str) -> None:
             if self._stopping:
                 raise InterruptedError("the warm-up was interrupted")
+            stopping.check()
             progress(done, total, label)
 
         error: Exception | None = None

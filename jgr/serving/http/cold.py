@@ -37,10 +37,12 @@ from jgr.serving.versions.held_catalogs import Catalogs
 from jgr.serving.versions.served_models import Models
 
 UPLOAD_PATH = "/v1/catalogs"
-CHANGES = ("/reload", "/rollback")
-"""Ends of a model's path that only take a POST."""
+CHANGES = {"/reload": "DELETE, POST", "/rollback": "POST"}
+"""Ends of a model's path that change it, with the methods that they take."""
 ADMIN_PATHS = ("/v1/catalogs", "/v1/models/")
-"""A POST to any path with one of these prefixes needs an admin's key, so that no spelling of a path escapes it."""
+"""A POST or DELETE to any path with one of these prefixes needs an admin's key, so that no spelling of a path escapes
+it."""
+ADMIN_METHODS = ("POST", "DELETE")
 USERS_PATH = "/v1/users/"
 EXPLAIN_RECOMMEND, EXPLAIN_RANK = "/v1/explain/recommend", "/v1/explain/rank"
 
@@ -79,12 +81,12 @@ class Cold:
         self.application = Starlette(
             routes=[
                 Route("/v1/models", self._list_models),
-                Route("/v1/models/{name:path}/reload", self._reload, methods=["POST"]),
+                Route("/v1/models/{name:path}/reload", self._reload, methods=["POST", "DELETE"]),
                 Route("/v1/models/{name:path}/rollback", self._roll_back_model, methods=["POST"]),
                 Route("/v1/models/{name:path}", self._model),
                 Route(UPLOAD_PATH, self._list_or_upload, methods=["GET", "POST"]),
                 Route("/v1/catalogs/rollback", self._roll_back, methods=["POST"]),
-                Route("/v1/catalogs/{version}/activate", self._activate, methods=["POST"]),
+                Route("/v1/catalogs/{version}/activate", self._activate, methods=["POST", "DELETE"]),
                 Route("/v1/users/{user_id:path}/cache", self._forget, methods=["DELETE"]),
                 Route("/v1/users/{user_id:path}/prefill", self._prefill, methods=["POST"]),
                 Route(EXPLAIN_RECOMMEND, self._explain_recommend, methods=["POST"]),
@@ -127,18 +129,22 @@ class Cold:
         try:
             return _json(self._models.find(name).info)
         except RequestError:
-            if name.endswith(CHANGES):  # a model's name may have slashes, so that this is no route of its own
-                raise HTTPException(405, headers={"Allow": "POST"}) from None
+            for end, methods in CHANGES.items():
+                if name.endswith(end):  # a model's name may have slashes, so that this is no route of its own
+                    raise HTTPException(405, headers={"Allow": methods}) from None
             raise
 
     async def _reload(self, request: HttpRequest) -> Response:
-        body = await self._way.read_body(request.receive)
+        # One route for both methods, as of `_list_or_upload`.
+        body, cancels = await self._way.read_body(request.receive), request.method == "DELETE"
         if body.strip() not in (b"", b"{}"):
-            raise RequestError(
-                "invalid_request", "a reload takes no body: it reads the folder of model.path again"
-            )
+            what = "its end takes none" if cancels else "it reads the folder of model.path again"
+            raise RequestError("invalid_request", f"a reload takes no body: {what}")
         model = self._models.find(request.path_params["name"])
-        model.reload()
+        if cancels:
+            model.cancel("model")
+        else:
+            model.reload()
         return self._accepted(model.info, f"/v1/models/{quote(model.name)}")
 
     async def _roll_back_model(self, request: HttpRequest) -> Response:
@@ -165,7 +171,8 @@ class Cold:
             raise ClientGone from None
 
     async def _activate(self, request: HttpRequest) -> Response:
-        info = self._catalogs_of(request).activate(request.path_params["version"])
+        catalogs, version = self._catalogs_of(request), request.path_params["version"]
+        info = catalogs.cancel(version) if request.method == "DELETE" else catalogs.activate(version)
         return self._accepted(info, _listed_at(request))
 
     async def _roll_back(self, request: HttpRequest) -> Response:

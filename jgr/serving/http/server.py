@@ -34,7 +34,14 @@ from jgr.serving.errors import STATUS, ErrorType, RequestError, invalid, quoted
 from jgr.serving.explanations import ExplainRank, ExplainRecommend
 from jgr.serving.http.access import log_access
 from jgr.serving.http.bounds import REQUEST_ID
-from jgr.serving.http.cold import ADMIN_PATHS, EXPLAIN_RANK, EXPLAIN_RECOMMEND, USERS_PATH, Cold
+from jgr.serving.http.cold import (
+    ADMIN_METHODS,
+    ADMIN_PATHS,
+    EXPLAIN_RANK,
+    EXPLAIN_RECOMMEND,
+    USERS_PATH,
+    Cold,
+)
 from jgr.serving.http.decoding import UNREADABLE, refusal
 from jgr.serving.http.keys import ANYBODY, Caller, Keys
 from jgr.serving.http.operations import open_paths
@@ -439,7 +446,7 @@ class _Reply:
 
 def who(keys: Keys, method: str, path: str) -> Callable[[bytes], Caller]:
     """What tells who makes such a call by an Authorization header, and raises RequestError for who may not."""
-    if method == "POST" and path.startswith(ADMIN_PATHS):
+    if method in ADMIN_METHODS and path.startswith(ADMIN_PATHS):
         return keys.admin
     return keys.either if method == "DELETE" and path.startswith(USERS_PATH) else keys.client
 

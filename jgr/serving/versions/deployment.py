@@ -11,6 +11,10 @@ has happened: what fails before, out-of-memory included, is reported and leaves 
 two models meanwhile, or one where the weights did not change, or two catalogs of one. One change runs at a time. All
 state here belongs to the event loop.
 
+A change can be cancelled until the variable is set. Its thread is told, and ends at its next step; what it took is
+given back. One that hangs, as in a read of a disk that does not answer, is waited for no longer than GRACE_S: then the
+change is over, others may run, and what the thread holds is given back when it ends.
+
 A catalog that was activated stays active over reloads, as long as it fits the model.
 `jgr.serving.versions.served_models` has the deployments of one server.
 """
@@ -23,13 +27,14 @@ import threading
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from typing import Literal, TypeVar
 
 import msgspec
 
+from jgr import stopping
 from jgr.catalog.catalog import Catalog
 from jgr.config import CatalogConfig, UserError
 from jgr.serving.api import ModelInfo
@@ -44,6 +49,8 @@ Load = Callable[[Metrics], AnyEngine]
 """Makes the next engine, not started, which writes to the given metrics. Raises for what cannot be served."""
 
 MAX_ERROR_CHARS = 500
+GRACE_S = 10.0
+"""So long the thread of a cancelled load is waited for."""
 
 Kind = Literal["model", "catalog"]
 T = TypeVar("T")
@@ -53,7 +60,8 @@ T = TypeVar("T")
 class Change:
     """The last change of one kind, of the model or of its catalog.
 
-    to: the version that it goes to. doing: what it is at, while it runs. number: so many of its kind were begun.
+    to: the version that it goes to. doing: what it is at, while it runs. number: so many of its kind were begun. told:
+    set on the event loop where it is to stop; any thread may look. swapped: its version serves.
     """
 
     state: ReloadState = "never"
@@ -61,6 +69,8 @@ class Change:
     to: str = ""
     doing: str = ""
     number: int = 0
+    told: asyncio.Event = field(default_factory=asyncio.Event)
+    swapped: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,6 +89,10 @@ class Beginning:
 
 
 _log = logging.getLogger(__name__)
+
+
+class Hangs(stopping.Stopped):
+    """A thread was told to stop, and has not ended."""
 
 
 class Deployment:
@@ -208,17 +222,31 @@ class Deployment:
             "catalog", catalog.version, partial(rebuild.engine, catalog), catalog if uploaded else None
         )
 
+    def cancel(self, kind: Kind) -> None:
+        """Tell the change of that kind to stop; again does nothing more. `changes` tells when it has.
+
+        RequestError where none is running, or its version serves already.
+        """
+        change, what = self.changes[kind], "a reload" if kind == "model" else "an activation of a catalog"
+        if change.state != "running":
+            last = "" if change.state == "never" else f"; the last one is {change.state}"
+            raise RequestError("conflict", f"{what} of model {self.name!r} is not running{last}")
+        if change.swapped:
+            raise RequestError(
+                "conflict", f"{what} of model {self.name!r} cannot be cancelled: {change.doing}; roll it back"
+            )
+        change.told.set()
+
     def _require_idle(self) -> None:
         if self.status != "ready":
             raise RequestError("unavailable", f"the server is {self.status}")
         name = self.name
         if self.changes["model"].state == "running":
-            raise RequestError(
-                "conflict", f"a reload of model {name!r} is running: {self.changes['model'].doing}"
-            )
+            doing = _doing(self.changes["model"])
+            raise RequestError("conflict", f"a reload of model {name!r} is running: {doing}")
         if self.changes["catalog"].state == "running":
             catalog = self.changes["catalog"]
-            raise RequestError("conflict", f"catalog {catalog.to!r} is being activated: {catalog.doing}")
+            raise RequestError("conflict", f"catalog {catalog.to!r} is being activated: {_doing(catalog)}")
 
     def _reloaded(self, load: Load, activated: Catalog | None, wanted: Again | None = None) -> AnyEngine:
         engine: AnyEngine = load(self.metrics)
@@ -244,6 +272,9 @@ class Deployment:
     async def drain(self, timeout_s: float) -> bool:
         """Refuse new work, give up a change, finish what was accepted. False: time ran out; the rest got errors."""
         if self._task is not None:
+            for change in self.changes.values():
+                if not change.swapped:  # so that a long load ends with its process
+                    change.told.set()
             self._task.cancel()
             await asyncio.wait([self._task])
         return all(await asyncio.gather(*(engine.drain(timeout_s) for engine in self._engines)))
@@ -270,33 +301,64 @@ class Deployment:
             change.doing = f"{done} of {total} shapes are compiled"
 
         try:
-            change.doing = "its files are being read"
-            new = await self.in_thread(make)
-            self._engines.append(new)
-            change.doing = "its programs are being compiled"
-            _log.info("%s: programs of the new %s are being compiled", self.engine.info.version, kind)
-            await new.start(compiling)
+            with stopping.stoppable(change.told.is_set):
+                change.doing = "its files are being read"
+                new = await self._made(change, make)
+                self._engines.append(new)
+                change.doing = "its programs are being compiled"
+                _log.info("%s: programs of the new %s are being compiled", self.engine.info.version, kind)
+                await new.start(compiling)
+                stopping.check()
         except Exception as error:
-            change.error = _reason(error)
-            trace = None if isinstance(error, UserError) else error
-            _log.error(
-                "the new %s failed, %s goes on: %s",
-                kind,
-                self.engine.info.version,
-                change.error,
-                exc_info=trace,
-            )
+            outcome = self._ended_badly(kind, change, error)
             if new is not None:
                 await new.drain(0)
                 self._engines.remove(new)
             _forget_frames(error)
-            self._end(kind, "failed")
+            self._end(kind, outcome)
         else:
-            change.doing = "the old version finishes its requests"
+            change.swapped, change.doing = True, "the old version finishes its requests"
             if kind == "catalog":
                 self._activated = activated
             await self._swap(new)
             self._end(kind, "done")
+
+    async def _made(self, change: Change, make: Callable[[], AnyEngine]) -> AnyEngine:
+        """The engine that `make` gives in a thread. Raises Stopped where the change is told to stop, and Hangs where
+        its thread has not ended GRACE_S after."""
+
+        def unless_told() -> AnyEngine:
+            engine = make()
+            if change.told.is_set():  # nobody may be waiting for it any more
+                engine.served.close(idle=True)
+                raise stopping.Stopped("it was cancelled")
+            return engine
+
+        making = asyncio.create_task(self.in_thread(stopping.carried(unless_told)))
+        told = asyncio.create_task(change.told.wait())
+        try:
+            await asyncio.wait([making, told], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([making], timeout=GRACE_S)
+            if making.done():
+                return making.result()
+            raise Hangs(f"{change.doing} still, and what that holds is given back when it ends")
+        finally:
+            making.cancel()
+            told.cancel()
+
+    def _ended_badly(self, kind: Kind, change: Change, error: Exception) -> ReloadState:
+        """Tell why a change has ended before its version served; how it has."""
+        serves = self.engine.info.version
+        if change.told.is_set():
+            change.error = str(error) if isinstance(error, Hangs) else None
+            _log.warning(
+                "the new %s was cancelled, %s goes on%s", kind, serves, f": {error}" if change.error else ""
+            )
+            return "cancelled"
+        change.error = _reason(error)
+        trace = None if isinstance(error, UserError) else error
+        _log.error("the new %s failed, %s goes on: %s", kind, serves, change.error, exc_info=trace)
+        return "failed"
 
     async def _swap(self, new: AnyEngine) -> None:
         old, self.engine = self.engine, new
@@ -340,6 +402,10 @@ class Deployment:
         self._threads.append(threading.Thread(target=run, name="jgr-load", daemon=True))
         self._threads[-1].start()
         return await asyncio.wrap_future(done)
+
+
+def _doing(change: Change) -> str:
+    return f"it is being cancelled while {change.doing}" if change.told.is_set() else change.doing
 
 
 def now() -> str:

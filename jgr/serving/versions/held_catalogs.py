@@ -97,6 +97,16 @@ class Catalogs:
         self._deployment.activate(entry.catalog, uploaded=entry.uploaded_at is not None)
         return self._info(entry)
 
+    def cancel(self, version: str) -> CatalogInfo:
+        """Tell the activation of a catalog to stop. RequestError where it is not going on, or serves already."""
+        entry, change = self._entries.get(version), self._deployment.changes["catalog"]
+        if entry is None:
+            raise RequestError("not_found", f"there is no catalog {quoted(version)}", "version")
+        if change.state == "running" and change.to != version:
+            raise RequestError("conflict", f"catalog {change.to!r} is being activated, and not this one")
+        self._deployment.cancel("catalog")
+        return self._info(entry)
+
     def rollback(self) -> CatalogInfo:
         """Begin to serve the catalog before the active one."""
         previous = self._deployment.previous

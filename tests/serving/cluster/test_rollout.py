@@ -146,6 +146,20 @@ def test_what_the_first_refuses_is_refused_and_changes_nothing() -> None:
     assert replicas.asked == [("a", "reload")]
 
 
+def test_a_change_of_the_fleet_is_not_cancelled() -> None:
+    async def run() -> None:
+        replicas = Replicas("a", slow=5)
+        rollouts = Rollouts(replicas, _at_once)
+        await rollouts.roll(RELOAD.path, RELOAD)
+        with pytest.raises(RequestError, match="cannot be cancelled") as refused:
+            await rollouts.roll(RELOAD.path, RELOAD._replace(method="DELETE"))
+        assert refused.value.type == "conflict"
+        await rollouts.settled()
+        assert (rollouts.last.state, replicas.asked) == ("done", [("a", "reload")])
+
+    asyncio.run(run())
+
+
 def test_one_change_at_a_time_and_none_without_replicas() -> None:
     async def run() -> None:
         rollouts = Rollouts(Replicas("a", slow=5), _at_once)
