@@ -217,6 +217,7 @@ def test_the_description_has_the_widest_limits_and_the_model(server: LiveServer)
         ("post", "/v1/catalogs"),
         ("post", "/v1/catalogs/rollback"),
         ("post", "/v1/catalogs/{version}/activate"),
+        ("delete", "/v1/catalogs/{version}/activate"),
     }
 
 
