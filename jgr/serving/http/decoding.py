@@ -23,6 +23,8 @@ R = TypeVar("R", bound=msgspec.Struct)
 
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What decoding a body raises."""
+MAX_SEARCHED_BYTES = 1 << 16
+"""A longer body is not searched for the field of a NaN, which takes Python a step for each value on the event loop."""
 
 
 def decode(decoder: msgspec.json.Decoder[R], body: bytes) -> R:
@@ -111,8 +113,9 @@ def _cut(text: str) -> str:
 
 
 def _non_finite_field(body: bytes) -> str | None:
-    """The first field with NaN or Infinity, which are not JSON but which the standard parser reads; else None."""
-    if b"NaN" not in body and b"Infinity" not in body:
+    """The first field with NaN or Infinity, which are not JSON but which the standard parser reads. None where there is
+    none, or where the body is too long to search."""
+    if len(body) > MAX_SEARCHED_BYTES or (b"NaN" not in body and b"Infinity" not in body):
         return None
     try:
         path = _path_to_non_finite(json.loads(body, parse_constant=_NonFinite))

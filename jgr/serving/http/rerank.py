@@ -170,29 +170,28 @@ class ScoreAnswer(Struct, kw_only=True):
 
 @dataclass(frozen=True)
 class Translated:
-    """A body as the engine takes it. encode: makes the answer's body. refused: an error in the body's own terms.
-
-    require_fit: raises RequestError for more documents than so many; each is told in the answer, also those that come
-    twice, which the engine does not see.
-    """
+    """A body as the engine takes it. encode: makes the answer's body. refused: an error in the body's own terms."""
 
     request: RankRequest
     encode: Callable[[Answer], bytes]
     refused: Callable[[RequestError], RequestError]
-    require_fit: Callable[[int], None]
 
 
-Translate = Callable[[bytes], Translated]
-"""Reads the body of a request in another shape. Raises RequestError for one that is none."""
+Most = Callable[[str | None], int]
+"""How many documents the model of that name takes. Raises RequestError where there is none."""
+Translate = Callable[[bytes, Most], Translated]
+"""Reads the body of a request in another shape. Raises RequestError for one that is none, and for one with more
+documents than its model takes: each is told in the answer, also those that come twice, which the engine does not see.
+"""
 
 _rerank = msgspec.json.Decoder(RerankRequest)
 _score = msgspec.json.Decoder(ScoreRequest)
 
 
-def rerank(body: bytes) -> Translated:
+def rerank(body: bytes, most: Most) -> Translated:
     """A body of /v1/rerank. Raises RequestError, which names the field at fault."""
     given = _decoded(_rerank, body, RerankRequest)
-    asked = _Asked(given, "query", "documents", given.query, given.documents)
+    asked = _Asked(given, "query", "documents", given.query, given.documents, most)
 
     def encode(answer: Answer) -> bytes:
         results = []
@@ -206,10 +205,10 @@ def rerank(body: bytes) -> Translated:
         return _encode(RerankAnswer(id=answer.id, model=answer.model, results=found, usage=_usage(answer)))
 
     top_k = min(given.top_n, len(asked.unique)) if given.top_n else None
-    return Translated(asked.request(top_k, given.include_metadata), encode, asked.refused, asked.require_fit)
+    return Translated(asked.request(top_k, given.include_metadata), encode, asked.refused)
 
 
-def score(body: bytes) -> Translated:
+def score(body: bytes, most: Most) -> Translated:
     """A body of /v1/score. Raises RequestError, which names the field at fault."""
     given = _decoded(_score, body, ScoreRequest)
     names = [
@@ -225,7 +224,8 @@ def score(body: bytes) -> Translated:
         )
     user, items = names
     listed = getattr(given, items)
-    asked = _Asked(given, user, items, getattr(given, user), listed if isinstance(listed, list) else [listed])
+    listed = listed if isinstance(listed, list) else [listed]
+    asked = _Asked(given, user, items, getattr(given, user), listed, most)
 
     def encode(answer: Answer) -> bytes:
         by_index = [(index, item.score) for item in answer.items for index in asked.places(item.item_id)]
@@ -236,7 +236,7 @@ def score(body: bytes) -> Translated:
             )
         )
 
-    return Translated(asked.request(None, False), encode, asked.refused, asked.require_fit)
+    return Translated(asked.request(None, False), encode, asked.refused)
 
 
 class _Asked:
@@ -249,12 +249,15 @@ class _Asked:
         items: str,
         query: list[str | int] | Query,
         documents: Sequence[str | int],
+        most: Most,
     ) -> None:
         self._given, self._user, self._items = given, user, items
         self._query = Query(history=query) if isinstance(query, list) else query
         self._history = user if isinstance(query, list) else f"{user}.history"
+        limit = most(given.model)
+        if len(documents) > limit:  # before they are looked at, one by one on the event loop
+            raise invalid(items, f"{items} has {len(documents)} items; the limit is {limit}")
         self._at: dict[str, list[int]] = {}
-        self._count = len(documents)
         for index, document in enumerate(documents):
             self._at.setdefault(str(document), []).append(index)
         self.unique: list[str | int] = list(self._at)
@@ -263,10 +266,6 @@ class _Asked:
     def places(self, item_id: str) -> list[int]:
         """Where an item stands in the request."""
         return self._at[item_id]
-
-    def require_fit(self, limit: int) -> None:
-        if self._count > limit:
-            raise invalid(self._items, f"{self._items} has {self._count} items; the limit is {limit}")
 
     def request(self, top_k: int | None, include_metadata: bool) -> RankRequest:
         return RankRequest(

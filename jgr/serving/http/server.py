@@ -306,9 +306,8 @@ class App:
 
     async def _translated(self, kind: Kind, translate: Translate, body: bytes, call: Call) -> bytes:
         """The answer to a body of another shape, in that shape; errors name its fields."""
-        given = translate(body)
+        given = translate(body, lambda model: self.models.engine(model, kind).info.max_candidates)
         engine = self.models.engine(given.request.model, kind)
-        given.require_fit(engine.info.max_candidates)
         try:
             return await self.answer(engine, given.request, call, given.encode)
         except RequestError as error:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from jgr.serving.http import decoding
 from tests.serving.fakes import LiveServer, Reply
 
 RECOMMEND = {"history": ["a"], "top_k": 2}
@@ -148,6 +149,24 @@ def test_bad_fields_are_named(healthy: LiveServer, name: str) -> None:
 def test_missing_fields_are_named(healthy: LiveServer, field: str) -> None:
     body = {name: value for name, value in RANK.items() if name != field}
     refused(healthy.call("/v1/rank", body), 422, field, "required")
+
+
+def test_a_long_body_is_not_searched_for_its_nan(
+    healthy: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python would go through each value, on the event loop. Where the JSON breaks is told all the same."""
+    looked_at = []
+    search = decoding._path_to_non_finite
+    monkeypatch.setattr(
+        decoding, "_path_to_non_finite", lambda value: looked_at.append(value) or search(value)
+    )
+    beginning = b'{"history":["",' + b'"",' * 100_000 + b'""],"top_k":'
+    reply = healthy.call("/v1/recommend", beginning + b"NaN}")
+    refused(reply, 400, None, "not JSON", f"byte {len(beginning)}")
+    assert reply.error["type"] == "invalid_json"
+    assert not looked_at
+    refused(healthy.call("/v1/recommend", b'{"history":["a"],"top_k":NaN}'), 422, "top_k", "finite")
+    assert looked_at, "a short body is searched"
 
 
 def test_numbers_out_of_range_are_named(healthy: LiveServer) -> None:

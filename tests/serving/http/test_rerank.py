@@ -7,10 +7,13 @@ The server of fakes.py scores an item by minus its leaf: a 0, b and b2 -1, c -2,
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from jgr.serving.errors import RequestError
+from jgr.serving.http import rerank
 from tests.serving.fakes import LiveServer, Reply
 
 HISTORY = ["a", "b"]
@@ -154,6 +157,37 @@ def test_errors_name_the_bodys_own_fields(
     reply = server.call(path, body)
     assert told(reply) == (422, "invalid_request", field)
     assert words in reply.error["message"]
+
+
+class Counted(list[str | int]):
+    """Documents that count how many of them are looked at."""
+
+    looked_at = 0
+
+    def __iter__(self) -> Iterator[str | int]:
+        for each in super().__iter__():
+            self.looked_at += 1
+            yield each
+
+
+def test_none_of_too_many_documents_is_looked_at() -> None:
+    """Each would take a step of the event loop's thread, and a body has room for hundreds of thousands."""
+    given = rerank.RerankRequest(query=["a"], documents=["a"])
+    documents = Counted(range(5))
+    with pytest.raises(RequestError, match="documents has 5 items; the limit is 4"):
+        rerank._Asked(given, "query", "documents", ["a"], documents, lambda model: 4)
+    assert documents.looked_at == 0
+    rerank._Asked(given, "query", "documents", ["a"], documents, lambda model: 5)
+    assert documents.looked_at == 5
+
+
+@pytest.mark.parametrize(("path", "body"), [("/v1/rerank", RERANK), ("/v1/score", SCORE)])
+def test_a_model_that_is_not_there_is_told_before_too_many_documents(
+    server: LiveServer, path: str, body: Any
+) -> None:
+    items = "documents" if path == "/v1/rerank" else "items"
+    reply = server.call(path, {**body, items: ["a"] * 5, "model": "none"})
+    assert told(reply) == (404, "not_found", "model")
 
 
 @pytest.mark.parametrize("path", ["/v1/rerank", "/v1/score"])
