@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 
 from benchmarks.hostile_requests import NUMBERS, TEXTS, mutated
 from benchmarks.hostile_world import HISTORY, SCORED_USER
-from jgr.serving.http.kserve import BINARY_SIZE, INPUTS, JSON_BYTES
+from jgr.serving.http.kserve import BINARY_SIZE, JSON_BYTES
 from jgr.serving.http.kserve_grpc import CONTENTS, message_class
+from jgr.serving.http.kserve_inputs import INPUTS
 
 METHODS = ("ServerLive", "ServerReady", "ServerMetadata", "ModelReady", "ModelMetadata", "ModelInfer")
 DATATYPES = (*CONTENTS, "FP16", "", "STRING", "bytes")

@@ -279,7 +279,9 @@ class Cold:
         name, version = request.path_params["name"], request.path_params.get("version", "")
         kind = kserve.kind_of(name)
         body = await self._way.read_body(request.receive)
-        given = kserve.read_http(body, request.headers.get(kserve.JSON_BYTES))
+        given = kserve.read_http(
+            body, request.headers.get(kserve.JSON_BYTES), kserve.room(self._models, kind)
+        )
         asked = kserve.asked(kind, version, given)
         del given, body
         answer = await self._way.answer_to(

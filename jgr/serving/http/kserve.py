@@ -14,15 +14,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, NamedTuple, cast
+from typing import Annotated, Any, NamedTuple, cast
 
 import msgspec
-from msgspec import UNSET, Meta, Struct, UnsetType, field
+from msgspec import UNSET, Meta, Raw, Struct, UnsetType, field
 
 from jgr import __version__
 from jgr.serving.api import MAX_DEADLINE_MS, Answer, RankRequest, RecommendRequest, Request
 from jgr.serving.errors import RequestError, invalid, quoted
 from jgr.serving.http.decoding import UNREADABLE, refusal
+from jgr.serving.http.kserve_inputs import INPUTS, Datatype, Input, Room
 from jgr.serving.http.tensors import MAX_DIMENSIONS, Tensor, from_bytes, from_json, is_integral, to_bytes
 from jgr.serving.policies.jobs import Kind
 from jgr.serving.versions.served_models import Models, serves
@@ -37,11 +38,8 @@ MAX_NAME_CHARS = 256
 TENSOR_NAME = r"^[a-z_]{1,64}\Z"
 
 Name = Annotated[str, Meta(max_length=MAX_NAME_CHARS)]
-Datatype = Literal[
-    "BOOL", "INT8", "INT16", "INT32", "INT64", "UINT8", "UINT16", "UINT32", "UINT64", "FP16", "FP32", "FP64", "BYTES"
-]  # fmt: skip
 Shape = Annotated[list[Annotated[int, Meta(ge=0, le=2**31 - 1)]], Meta(max_length=MAX_DIMENSIONS)]
-Parameters = Annotated[dict[Name, Any], Meta(max_length=MAX_TENSORS)]
+Parameters = Annotated[dict[Name, str | int | float | bool | None], Meta(max_length=MAX_TENSORS)]
 Elements = Annotated[list[Any], Meta(extra_json_schema={"items": {}})]
 
 _encode = msgspec.json.Encoder().encode
@@ -62,10 +60,16 @@ class InferTensor(Struct, forbid_unknown_fields=True, kw_only=True, frozen=True)
             description="binary_data_size: how many bytes behind the JSON are the input's, in place of data."
         ),
     ] = field(default_factory=dict)
-    data: Annotated[
-        Elements | None,
-        Meta(description="The elements, flat or nested as the shape. null: they are binary."),
-    ] = None
+    data: Annotated[  # read by its shape and datatype: lists in lists take the longest to make of all JSON
+        Raw,
+        Meta(
+            description="The elements, flat or nested as the shape. null: they are binary.",
+            extra_json_schema={
+                "anyOf": [{"items": {}, "type": "array"}, {"type": "null"}],
+                "default": None,
+            },
+        ),
+    ] = field(default_factory=Raw)
 
 
 class InferOutput(Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
@@ -171,55 +175,6 @@ class ModelMetadata(Struct, kw_only=True):
     ]
 
 
-class Input(NamedTuple):
-    """One input. one: it is a single value. takes: what its elements are. inside: the field that holds the field."""
-
-    name: str
-    datatype: Datatype
-    one: bool
-    takes: Literal["id", "text", "integer", "number", "boolean", "json"]
-    inside: str = ""
-
-
-def _inputs(*given: Input) -> dict[str, Input]:
-    return {each.name: each for each in given}
-
-
-_LAST = (Input("deadline_ms", "FP64", True, "number"), Input("priority", "BYTES", True, "text"))
-INPUTS: Mapping[Kind, Mapping[str, Input]] = {
-    "recommend": _inputs(
-        Input("history", "BYTES", False, "id"),
-        Input("user_id", "BYTES", True, "id"),
-        Input("top_k", "INT32", True, "integer"),
-        Input("beam_width", "INT32", True, "integer"),
-        Input("min_beam_width", "INT32", True, "integer"),
-        Input("exclude_history", "BOOL", True, "boolean"),
-        Input("history_texts", "BYTES", False, "text"),
-        Input("exclude", "BYTES", False, "id", "filters"),
-        Input("deny", "BYTES", False, "id", "filters"),
-        Input("allow", "BYTES", False, "id", "filters"),
-        Input("segments", "BYTES", False, "text", "filters"),
-        *_LAST,
-    ),
-    "rank": _inputs(
-        Input("history", "BYTES", False, "id"),
-        Input("candidates", "BYTES", False, "id"),
-        Input("user_id", "BYTES", True, "id"),
-        Input("top_k", "INT32", True, "integer"),
-        Input("min_candidates", "INT32", True, "integer"),
-        Input("exclude_history", "BOOL", True, "boolean"),
-        Input("layout", "BYTES", True, "text"),
-        Input("reuse_budget", "FP32", True, "number"),
-        Input("history_texts", "BYTES", False, "text"),
-        Input("history_times", "INT64", False, "integer"),
-        Input("time", "INT64", True, "integer"),
-        Input("history_actions", "INT64", False, "integer"),
-        Input("context", "BYTES", True, "json"),
-        Input("scenario", "INT32", True, "integer"),
-        Input("task_weights", "BYTES", True, "json"),
-        *_LAST,
-    ),
-}
 OUTPUTS: Mapping[str, Datatype] = {"item_ids": "BYTES", "scores": "FP32", "metadata": "BYTES"}
 DEFAULT_OUTPUTS = ("item_ids", "scores")
 _TYPES: Mapping[Kind, type[RecommendRequest] | type[RankRequest]] = {
@@ -227,6 +182,8 @@ _TYPES: Mapping[Kind, type[RecommendRequest] | type[RankRequest]] = {
     "rank": RankRequest,
 }
 _infer = msgspec.json.Decoder(InferRequest)
+_numbers = msgspec.json.Decoder(dict[str, int | float] | None)
+"""Reads what is JSON in a tensor: numbers by their names, as `context` and `task_weights` are."""
 
 
 @dataclass(frozen=True)
@@ -308,7 +265,15 @@ def kind_of(name: str) -> Kind:
     return cast(Kind, name)
 
 
-def read_http(body: bytes, json_bytes: str | None) -> Given:
+def room(models: Models, kind: Kind) -> Room:
+    """The room of a request of that kind. Raises RequestError where no model serves it."""
+    infos = [info for info in models.infos if serves(info, kind)]
+    if not infos:
+        models.engine(None, kind)  # which says so
+    return Room(kind, infos)
+
+
+def read_http(body: bytes, json_bytes: str | None, room: Room) -> Given:
     """The body of an infer request. json_bytes: the header JSON_BYTES. Raises RequestError, which names the field."""
     size = len(body)
     if json_bytes is not None:
@@ -325,13 +290,14 @@ def read_http(body: bytes, json_bytes: str | None) -> Given:
     blobs, at = memoryview(body), size
     inputs = []
     for tensor in given.inputs:
-        length = tensor.parameters.get(BINARY_SIZE)
+        room.admit(tensor.name, tensor.shape)
+        length, has_data = tensor.parameters.get(BINARY_SIZE), bytes(tensor.data) not in (b"", b"null")
         if length is None:
-            if tensor.data is None:
+            if not has_data:
                 raise invalid(tensor.name, f"{tensor.name}: has neither data nor {BINARY_SIZE}")
             inputs.append(from_json(tensor.name, tensor.datatype, tensor.shape, tensor.data))
             continue
-        if type(length) is not int or not 0 <= length <= len(body) - at or tensor.data is not None:
+        if type(length) is not int or not 0 <= length <= len(body) - at or has_data:
             raise invalid(
                 tensor.name,
                 f"{tensor.name}: {BINARY_SIZE} must be a number of bytes that are there, in place of data",
@@ -366,16 +332,11 @@ def asked(kind: Kind, version: str, given: Given, deadline_ms: float | None = No
 
 
 def _fields(kind: Kind, given: Given) -> dict[str, Any]:
-    """The fields of a request, by the inputs' names."""
+    """The fields of a request, by the names of its inputs, which a Room has admitted."""
     fields: dict[str, Any] = {}
     for tensor in given.inputs:
-        known = INPUTS[kind].get(tensor.name)
-        if known is None:
-            there = ", ".join(INPUTS[kind])
-            raise invalid("inputs", f"inputs: {kind} has no input {quoted(tensor.name)}; it has {there}")
+        known = INPUTS[kind][tensor.name]
         into = fields.setdefault(known.inside, {}) if known.inside else fields
-        if tensor.name in into:
-            raise invalid("inputs", f"inputs: there are two called {tensor.name!r}")
         into[tensor.name] = _value(known, tensor)
     return fields
 
@@ -394,12 +355,13 @@ def _value(known: Input, tensor: Tensor) -> Any:
         raise invalid(name, f"{name}: must be {known.datatype}, not {datatype}")
     if not known.one:
         return tensor.values
-    if len(tensor.values) != 1:
-        raise invalid(name, f"{name}: must have one element, not {len(tensor.values)}")
     (value,) = tensor.values
     if known.takes == "json":
         try:
-            return msgspec.json.decode(value)
+            return _numbers.decode(value)
+        except msgspec.ValidationError as error:
+            problem = str(error).partition(" - at ")[0]
+            raise invalid(name, f"{name}: {problem[0].lower()}{problem[1:]}") from None
         except UNREADABLE as error:
             raise invalid(name, f"{name}: is not JSON: {error}") from None
     if known.takes == "number" and not math.isfinite(value):

@@ -29,6 +29,7 @@ from jgr.serving.api import MAX_DEADLINE_MS, Answer
 from jgr.serving.errors import STATUS, ErrorType, RequestError, invalid, quoted
 from jgr.serving.http import kserve
 from jgr.serving.http.keys import ANYBODY, Caller
+from jgr.serving.http.kserve_inputs import Room
 from jgr.serving.http.refusals import TRY_AGAIN
 from jgr.serving.http.server import CLIENT_GONE, App, Call, Departure
 from jgr.serving.http.tensors import (
@@ -37,7 +38,8 @@ from jgr.serving.http.tensors import (
     TEXT,
     Tensor,
     from_bytes,
-    from_json,
+    from_values,
+    require_count,
     text,
     to_bytes,
 )
@@ -285,7 +287,7 @@ class GrpcServer:
 
     async def _infer(self, given: Any, call: Call, left_ms: float | None) -> Any:
         kind = kserve.kind_of(given.model_name)
-        asked = kserve.asked(kind, given.model_version, read(given), left_ms)
+        asked = kserve.asked(kind, given.model_version, read(given, kserve.room(self._models, kind)), left_ms)
         raw = bool(given.raw_input_contents)
         return await self._app.answer(
             self._models.engine(asked.request.model, kind),
@@ -295,7 +297,7 @@ class GrpcServer:
         )
 
 
-def read(given: Any) -> kserve.Given:
+def read(given: Any, room: Room) -> kserve.Given:
     """A ModelInferRequest as what HTTP would carry. Raises RequestError, which names the field."""
     if not 0 < len(given.inputs) <= kserve.MAX_TENSORS:
         raise invalid("inputs", f"inputs: must be 1 to {kserve.MAX_TENSORS} tensors, not {len(given.inputs)}")
@@ -312,6 +314,7 @@ def read(given: Any) -> kserve.Given:
     inputs = []
     for at, tensor in enumerate(given.inputs):
         _check(at, tensor)
+        room.admit(tensor.name, tensor.shape)
         if not raw:
             inputs.append(_from_contents(tensor))
         elif tensor.HasField("contents"):
@@ -319,9 +322,12 @@ def read(given: Any) -> kserve.Given:
         else:
             inputs.append(from_bytes(tensor.name, tensor.datatype, tensor.shape, memoryview(raw[at])))
     outputs = [
-        kserve.InferOutput(name=each.name, parameters=_parameters(each.parameters)) for each in given.outputs
+        kserve.InferOutput(
+            name=each.name, parameters=_parameters(each.parameters, f"outputs[{at}].parameters")
+        )
+        for at, each in enumerate(given.outputs)
     ]
-    return kserve.Given(given.id, _parameters(given.parameters), inputs, outputs)
+    return kserve.Given(given.id, _parameters(given.parameters, "parameters"), inputs, outputs)
 
 
 def _check(at: int, tensor: Any) -> None:
@@ -340,13 +346,17 @@ def _from_contents(tensor: Any) -> Tensor:
     field = CONTENTS.get(tensor.datatype)
     if field is None:
         raise invalid(name, f"{name}: {tensor.datatype} must be in raw_input_contents")
-    values = list(getattr(tensor.contents, field))
+    values = getattr(tensor.contents, field)
+    require_count(name, tensor.shape, len(values))
+    values = list(values)
     if tensor.datatype == TEXT:
         values = [text(f"{name}[{at}]", value) for at, value in enumerate(values)]
-    return from_json(name, tensor.datatype, tensor.shape, values)
+    return from_values(name, tensor.datatype, tensor.shape, values)
 
 
-def _parameters(given: Any) -> dict[str, Any]:
+def _parameters(given: Any, place: str) -> dict[str, Any]:
+    if len(given) > kserve.MAX_TENSORS:
+        raise invalid(place, f"{place}: must be at most {kserve.MAX_TENSORS}, not {len(given)}")
     found = {}
     for name, parameter in given.items():
         chosen = parameter.WhichOneof("parameter_choice")

@@ -7,13 +7,16 @@ Numbers are little-endian. An element of BYTES is its length, 4 bytes, and as ma
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
+from msgspec import Raw
 
-from jgr.serving.errors import RequestError, invalid, quoted
+from jgr.serving.errors import invalid, quoted
 
 NUMBERS = {
     "BOOL": "?", "INT8": "<i1", "INT16": "<i2", "INT32": "<i4", "INT64": "<i8", "UINT8": "<u1", "UINT16": "<u2",
@@ -23,6 +26,12 @@ NUMBERS = {
 TEXT = "BYTES"
 LENGTH_BYTES = 4
 MAX_DIMENSIONS = 8
+
+_NESTED = re.compile(rb"\s*\[\s*\[")
+_NAMED = {"array": "a list", "object": "an object"}
+_around = msgspec.json.Decoder(tuple[Raw])
+_row = msgspec.json.Decoder(list[str | int | float | bool | None])
+"""Stops at the first element that is no single value: lists in lists would take long to make."""
 
 
 def _limits(code: str) -> tuple[float, float]:
@@ -48,13 +57,30 @@ def is_integral(datatype: str) -> bool:
     return NUMBERS.get(datatype, "")[1:2] in ("i", "u")
 
 
-def from_json(name: str, datatype: str, shape: Sequence[int], data: list[Any]) -> Tensor:
+def from_json(name: str, datatype: str, shape: Sequence[int], data: Raw) -> Tensor:
     """A tensor whose data is a JSON array, flat or nested as the shape. Raises RequestError, which names the tensor."""
-    for _ in range(MAX_DIMENSIONS):
-        if list not in set(map(type, data)):
+    _require_one_row(name, shape)
+    for _ in shape[1:]:  # each dimension before the last is a list around the row
+        if not _NESTED.match(data):
             break
-        data = [value for part in data for value in (part if isinstance(part, list) else (part,))]
-    _require_count(name, shape, len(data))
+        try:
+            (data,) = _around.decode(data)
+        except (msgspec.ValidationError, RecursionError):
+            raise invalid(name, f"{name}: its data is not nested as shape {list(shape)} says") from None
+    try:
+        values = _row.decode(data)
+    except msgspec.ValidationError as error:
+        problem, _, at = str(error).partition(" - at `$")
+        problem = problem[0].lower() + problem[1:]
+        if found := re.search("got `(array|object)`", problem if at else ""):
+            problem = f"an element of {datatype} cannot be {_NAMED[found[1]]}"
+        raise invalid(name, f"{name}{at.rstrip('`')}: {problem}") from None
+    return from_values(name, datatype, shape, values)
+
+
+def from_values(name: str, datatype: str, shape: Sequence[int], data: list[Any]) -> Tensor:
+    """A tensor of these elements. Raises RequestError, which names the tensor."""
+    require_count(name, shape, len(data))
     kinds: tuple[type, ...] = (str,)
     if datatype == "BOOL":
         kinds = (bool,)
@@ -75,13 +101,13 @@ def from_json(name: str, datatype: str, shape: Sequence[int], data: list[Any]) -
 def from_bytes(name: str, datatype: str, shape: Sequence[int], data: memoryview) -> Tensor:
     """A tensor in the binary form. Raises RequestError, which names the tensor."""
     if datatype == TEXT:
-        values = _texts(name, data)
-        _require_count(name, shape, len(values))
+        values = _texts(name, data, math.prod(shape))
+        require_count(name, shape, len(values))
         return Tensor(name, datatype, values)
     dtype = np.dtype(NUMBERS[datatype])
     if len(data) % dtype.itemsize:
         raise invalid(name, f"{name}: {len(data)} bytes are no whole number of elements of {datatype}")
-    _require_count(name, shape, len(data) // dtype.itemsize)
+    require_count(name, shape, len(data) // dtype.itemsize)
     if datatype == "BOOL":  # any byte but 0 is true
         return Tensor(name, datatype, (np.frombuffer(data, np.uint8) != 0).tolist())
     return Tensor(name, datatype, np.frombuffer(data, dtype).tolist())
@@ -95,11 +121,14 @@ def to_bytes(datatype: str, values: Sequence[Any]) -> bytes:
     return b"".join(part for text in encoded for part in (len(text).to_bytes(LENGTH_BYTES, "little"), text))
 
 
-def _texts(name: str, data: memoryview) -> list[str]:
+def _texts(name: str, data: memoryview, count: int) -> list[str]:
+    """The elements of BYTES. Raises RequestError for more than there should be, after these."""
     values: list[str] = []
     at, size = 0, len(data)
     try:
         while at < size:
+            if len(values) == count:
+                raise invalid(name, f"{name}: its data has more elements than its shape says, {count}")
             start = at + LENGTH_BYTES
             at = start + int.from_bytes(data[at:start], "little")
             if start > size or at > size:
@@ -118,15 +147,19 @@ def text(field: str, data: bytes) -> str:
         raise invalid(field, f"{field}: {quoted(data.decode(errors='replace'))} is not UTF-8") from None
 
 
-def _require_count(name: str, shape: Sequence[int], count: int) -> None:
+def require_count(name: str, shape: Sequence[int], count: int) -> None:
+    """Raise RequestError, which names the tensor, unless its shape is that of one request with so many elements."""
     if math.prod(shape) != count:
-        raise _misfit(name, shape, count)
+        raise invalid(
+            name, f"{name}: its data has {count} elements, which is not what shape {list(shape)} says"
+        )
+    _require_one_row(name, shape)
+
+
+def _require_one_row(name: str, shape: Sequence[int]) -> None:
     if any(size != 1 for size in shape[:-1]):  # its rows are of several users, and would be taken for one's
+        count = math.prod(shape)
         raise invalid(
             name,
             f"{name}: shape {list(shape)} is that of several requests; one has [{count}] or [1, {count}]",
         )
-
-
-def _misfit(name: str, shape: Sequence[int], count: int) -> RequestError:
-    return invalid(name, f"{name}: its data has {count} elements, which is not what shape {list(shape)} says")

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from jgr import __version__
-from jgr.serving.http.kserve import INPUTS
+from jgr.serving.http.kserve_inputs import INPUTS
 from jgr.serving.policies.batching import make_profiles
 from tests.serving.fakes import LiveServer, Reply, make_config
 
@@ -181,7 +181,14 @@ def test_tensors_in_bytes_are_read_and_written(server: LiveServer) -> None:
         ([HISTORY, {**CANDIDATES, "shape": [-3]}], "inputs[1].shape[0]", ">= 0"),
         ([HISTORY, {**CANDIDATES, "shape": [1] * 9}], "inputs[1].shape", "length <= 8"),
         ([HISTORY, {**CANDIDATES, "data": ["d", 1, "c"]}], "candidates", "candidates[1]: an element of BYTES"),
-        ([HISTORY, {**CANDIDATES, "data": ["d", [["a"]], "c"], "datatype": "FP32"}], "candidates", "cannot be a str"),
+        ([HISTORY, {**CANDIDATES, "data": ["d", [["a"]], "c"], "datatype": "FP32"}], "candidates", "cannot be a list"),
+        ([HISTORY, {**CANDIDATES, "data": [["d", "a", "c"]]}], "candidates", "candidates[0]: an element of BYTES"),
+        ([HISTORY, {**CANDIDATES, "shape": [1, 3], "data": [["d"], ["a"], ["c"]]}], "candidates", "not nested as"),
+        ([HISTORY, {**CANDIDATES, "data": {"d": 1}}], "candidates", "candidates: expected `array`, got `object`"),
+        ([HISTORY, {**CANDIDATES, "data": ["d", "a", {}]}], "candidates", "candidates[2]: an element of BYTES"),
+        ([HISTORY, {**CANDIDATES, "shape": [5]}], "candidates", "candidates has 5 items; the limit is 4"),
+        ([{**HISTORY, "shape": [4097]}, CANDIDATES], "history", "history has 4097 items; the limit is 4096"),
+        ([HISTORY, CANDIDATES, {**one("top_k", "INT32", 1), "shape": [0]}], "top_k", "one element, not 0"),
         ([HISTORY, one("candidates", "FP32", 0.5)], "candidates", "must be BYTES, not FP32"),
         ([HISTORY, one("candidates", "BOOL", True)], "candidates", "must be BYTES, not BOOL"),
         ([HISTORY, one("candidates", "INT32", True)], "candidates", "cannot be a bool"),
@@ -193,7 +200,8 @@ def test_tensors_in_bytes_are_read_and_written(server: LiveServer) -> None:
         ([HISTORY, CANDIDATES, one("top_k", "INT32", 0)], "top_k", ">= 1"),
         ([HISTORY, CANDIDATES, {**one("top_k", "INT32", 0), "shape": [2], "data": [1, 1]}], "top_k", "one element"),
         ([HISTORY, CANDIDATES, one("context", "BYTES", "{")], "context", "is not JSON"),
-        ([HISTORY, CANDIDATES, one("context", "BYTES", "[" * 5000)], "context", "is not JSON"),
+        ([HISTORY, CANDIDATES, one("context", "BYTES", "[" * 5000)], "context", "context: expected `object"),
+        ([HISTORY, CANDIDATES, one("context", "BYTES", '{"a":[]}')], "context", "context: expected `int"),
         ([HISTORY, CANDIDATES, {"name": "top_k", "datatype": "INT32", "shape": [1]}], "top_k", "neither data nor"),
         ([HISTORY, CANDIDATES, one("deadline_ms", "FP64", 10**400)], "deadline_ms", "deadline_ms[0]: is beyond what"),
         ([HISTORY, CANDIDATES, one("deadline_ms", "INT64", 10**400)], "deadline_ms", "an element of INT64 can hold"),
@@ -226,6 +234,7 @@ def test_tensors_that_cannot_be_are_refused(
         ({"outputs": [{"name": "scores"}, {"name": "scores"}]}, "outputs[1].name"),
         ({"outputs": [{"name": "scores", "parameters": {"classification": 3}}]}, "outputs[0].parameters"),
         ({"outputs": [{"name": "scores", "parameters": {"binary_data": "x"}}]}, "outputs[0].parameters.binary_data"),
+        ({"parameters": {"x": [[]]}}, "parameters"),
         ({"id": "x" * 257}, "id"),
         ({"extra": 1}, "extra"),
     ],
@@ -262,7 +271,7 @@ def test_a_header_that_does_not_fit_the_body_is_refused(
         (struct.pack("<I", 9) + b"a", [1], "its bytes end"),
         (struct.pack("<I", 2**32 - 1), [1], "its bytes end"),
         (texts(b"\xff\xfe"), [1], "not UTF-8"),
-        (texts(b"a", b"b"), [1], "has 2 elements"),
+        (texts(b"a", b"b"), [1], "more elements than its shape says, 1"),
         (b"", [1], "has 0 elements"),
     ],
 )
