@@ -7,6 +7,7 @@ Ray calls `doors` in each proxy where RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from functools import partial
 from typing import Any
@@ -20,7 +21,14 @@ from jgr.serving.cluster import ways
 from jgr.serving.cluster.hints import WORK
 from jgr.serving.cluster.relay import refusal, reply
 from jgr.serving.errors import RequestError
-from jgr.serving.http.bounds import MAX_HEAD_BYTES, READ_TIMEOUT_S, REQUEST_ID
+from jgr.serving.http.bounds import (
+    HEAD_TOO_LARGE,
+    MAX_HEAD_BYTES,
+    MAX_HEADER_FIELDS,
+    READ_TIMEOUT_S,
+    REQUEST_ID,
+    is_of_no_client,
+)
 from jgr.serving.policies.window import Window
 
 STEERS = (
@@ -37,6 +45,7 @@ MOST_READ = 1 << 17
 
 def doors() -> list[Middleware]:
     """What Ray puts around its proxy, whose server is started after this."""
+    logging.getLogger("uvicorn.error").addFilter(is_of_no_client)
     # Ray has no setting for it: uvicorn takes what this table names where it is not told which protocol.
     HTTP_PROTOCOLS["auto"] = f"{__name__}:ShortHeads"
     return [Middleware(Doors)]
@@ -60,6 +69,10 @@ class ShortHeads(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         self._in_head, self._head_bytes = True, 0
         super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if len(self.headers) <= MAX_HEADER_FIELDS:  # one too many is enough for Doors to refuse it
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> Any:
         self._in_head = False
@@ -95,9 +108,9 @@ class Doors:
         headers = scope["headers"]
         size = len(scope.get("raw_path") or b"") + len(scope["query_string"])
         size += sum(len(name) + len(value) + 4 for name, value in headers)
-        if size > MAX_HEAD_BYTES and scope["type"] == "http":
-            what = f"the request line and the headers may have at most {MAX_HEAD_BYTES} bytes"
-            return await _refuse(RequestError("head_too_large", what), scope, send)
+        too_large = size > MAX_HEAD_BYTES or len(headers) > MAX_HEADER_FIELDS
+        if too_large and scope["type"] == "http":
+            return await _refuse(RequestError("head_too_large", HEAD_TOO_LARGE), scope, send)
         if scope["type"] == "http" and scope["path"].endswith(WORK):
             return await self._let_in(scope, receive, send)
         await self._pass_in(scope, receive, send)

@@ -2,8 +2,8 @@
 """One connection, around uvicorn's HTTP protocol: what a client may send and leave unread, and for how long.
 
 A whole request, head and body, must arrive within `READ_TIMEOUT_S`, even if bytes keep coming; otherwise the connection
-is closed. An admin's catalog has `UPLOAD_TIMEOUT_S`; nobody else's request has. A head over `MAX_HEAD_BYTES`, and bytes
-that are not HTTP, get the same kind of error body as every other refusal.
+is closed. An admin's catalog has `UPLOAD_TIMEOUT_S`; nobody else's request has. A head over `MAX_HEAD_BYTES` or
+`MAX_HEADER_FIELDS`, and bytes that are not HTTP, get the same kind of error body as every other refusal.
 
 Answers that a client does not read wait in memory. `watch`, called once a second, cuts off a client that has not taken
 everything in time; until it has, nothing more is written to it.
@@ -22,7 +22,7 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from jgr.serving.errors import RETRY_AFTER_S, STATUS, RequestError
-from jgr.serving.http.bounds import MAX_HEAD_BYTES, READ_TIMEOUT_S
+from jgr.serving.http.bounds import HEAD_TOO_LARGE, MAX_HEAD_BYTES, MAX_HEADER_FIELDS, READ_TIMEOUT_S
 from jgr.serving.http.cold import UPLOAD_PATH
 from jgr.serving.http.front import own_path
 from jgr.serving.http.refusals import error_body
@@ -103,7 +103,8 @@ class Protocol(HttpToolsProtocol):
         self._read_timer: asyncio.TimerHandle | None = None
         self._upload_ends_s: float | None = None
         self._in_head = False
-        self._head_bytes = self._received_bytes = self._body_bytes = self._unread_bytes = 0
+        self._head_bytes = self._fields_bytes = 0  # as received, and as parsed so far
+        self._received_bytes = self._body_bytes = self._unread_bytes = 0
         self._lingers_bytes: int | None = None  # what it may send still, where its bytes were refused
         self._running: RequestResponseCycle | None = None
         self._visit = Visit()
@@ -196,14 +197,19 @@ class Protocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         self._in_head = True
-        self._head_bytes = self._received_bytes = self._body_bytes = self._unread_bytes = 0
+        self._head_bytes = self._fields_bytes = 0
+        self._received_bytes = self._body_bytes = self._unread_bytes = 0
         if self._read_timer is None:
             self._start_timer()
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._in_head:  # a trailer has nothing to say here
-            super().on_header(name, value)
+        if not self._in_head:  # a trailer has nothing to say here
+            return
+        self._fields_bytes += len(name) + len(value) + 4
+        if len(self.headers) >= MAX_HEADER_FIELDS or self._fields_bytes > MAX_HEAD_BYTES:
+            raise _head_too_large()
+        super().on_header(name, value)
 
     def on_body(self, body: bytes) -> None:
         self._body_bytes += len(body)
@@ -213,8 +219,7 @@ class Protocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._in_head = False
-        size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
-        if size > MAX_HEAD_BYTES:
+        if len(self.url) + self._fields_bytes > MAX_HEAD_BYTES:
             raise _head_too_large()
         self.scope["jgr.departure"] = Departure()  # type: ignore[typeddict-unknown-key]
         self.scope["jgr.visit"] = self._visit  # type: ignore[typeddict-unknown-key]
@@ -302,6 +307,4 @@ class Protocol(HttpToolsProtocol):
 
 
 def _head_too_large() -> RequestError:
-    return RequestError(
-        "head_too_large", f"the request line and the headers may have at most {MAX_HEAD_BYTES} bytes"
-    )
+    return RequestError("head_too_large", HEAD_TOO_LARGE)

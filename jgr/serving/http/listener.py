@@ -30,7 +30,7 @@ import uvicorn
 from jgr.config import Config, ServerConfig, UserError
 from jgr.serving.engine.contract import Progress
 from jgr.serving.engine.engine import AnyEngine
-from jgr.serving.http.bounds import READ_TIMEOUT_S
+from jgr.serving.http.bounds import READ_TIMEOUT_S, is_of_no_client
 from jgr.serving.http.connection import Limits, Protocol
 from jgr.serving.http.front import check_grpc, check_tls, front
 from jgr.serving.http.ports import bind, listen
@@ -112,6 +112,7 @@ class Listener(uvicorn.Server):
                 ssl_keyfile=server.tls_key or None,
             )
         )
+        logging.getLogger("uvicorn.error").addFilter(is_of_no_client)
         self.exit_code = 0
         self._signal = ""
         self._drain_timeout_s = server.drain_timeout_s

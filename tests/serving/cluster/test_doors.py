@@ -17,7 +17,7 @@ from uvicorn.server import ServerState
 from jgr.serving.cluster.doors import MOST_READ, doors
 from jgr.serving.cluster.relay import Answered, Asked, ask, reply
 from jgr.serving.cluster.ways import ARRIVED
-from jgr.serving.http.bounds import MAX_HEAD_BYTES, READ_TIMEOUT_S
+from jgr.serving.http.bounds import MAX_HEAD_BYTES, MAX_HEADER_FIELDS, READ_TIMEOUT_S
 
 
 def asked(*headers: tuple[bytes, bytes]) -> tuple[Answered, list[Any]]:
@@ -48,6 +48,33 @@ def test_a_head_that_is_too_large_goes_no_further() -> None:
     error = json.loads(refused.body)["error"]
     assert error["type"] == "head_too_large" and str(MAX_HEAD_BYTES) in error["message"]
     assert dict(refused.headers)[b"x-request-id"].decode() == error["request_id"]
+
+
+def test_a_head_with_too_many_headers_goes_no_further() -> None:
+    assert asked(*[(b"a", b"")] * MAX_HEADER_FIELDS)[0].status == 200
+    refused, passed = asked(*[(b"a", b"")] * (MAX_HEADER_FIELDS + 1))
+    assert (refused.status, passed) == (431, [])
+
+
+def test_no_more_headers_are_kept_than_may_be() -> None:
+    doors()
+    found: list[Any] = []
+
+    async def behind(scope: Scope, receive: Receive, send: Send) -> None:
+        found.extend(scope["headers"])
+
+    config = uvicorn.Config(behind, log_config=None, lifespan="off")
+    config.load()
+
+    async def read() -> None:
+        transport = Mock(**{"is_closing.return_value": False, "get_extra_info.return_value": None})
+        protocol = config.http_protocol_class(config=config, server_state=ServerState(), app_state={})
+        protocol.connection_made(transport)
+        protocol.data_received(b"GET / HTTP/1.1\r\n" + b"a:\r\n" * 16_000 + b"\r\n")
+        await asyncio.gather(*protocol.tasks)
+
+    asyncio.run(read())
+    assert len(found) == MAX_HEADER_FIELDS + 1
 
 
 def test_a_head_that_does_not_end_is_not_read_on() -> None:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from tests.serving.fakes import PATIENCE_S, LiveServer
 from tests.serving.http.test_http import CHUNKED, ROOT, read_replies, recommend
@@ -238,6 +239,44 @@ def test_a_stop_refuses_what_has_not_arrived_in_a_line(
     told = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert told == ["requests that had not arrived in time got a 503: 1"]
     assert not any(record.exc_info for record in caplog.records)
+
+
+@pytest.mark.parametrize("pieces", [1, 7])
+def test_a_head_has_a_bounded_number_of_headers(monkeypatch: pytest.MonkeyPatch, pieces: int) -> None:
+    taken = []
+    take = HttpToolsProtocol.on_header
+
+    def note(self: HttpToolsProtocol, name: bytes, value: bytes) -> None:
+        taken.append(name)
+        take(self, name, value)
+
+    monkeypatch.setattr(HttpToolsProtocol, "on_header", note)
+    begin = b"GET /health/live HTTP/1.1\r\nhost: x\r\n"
+    with LiveServer() as server, server.connect() as connection:
+        connection.sendall(begin + b"a:\r\n" * 255 + b"\r\n")
+        assert connection.recv(65536).startswith(b"HTTP/1.1 200")
+        assert len(taken) == 256
+        taken.clear()
+        head = begin + b"a:\r\n" * 16_000 + b"\r\n"
+        size = -(-len(head) // pieces)
+        for at in range(0, len(head), size):
+            connection.sendall(head[at : at + size])
+        ((status, headers, body),) = read_replies(connection)
+        assert isinstance(body, dict)
+        assert (status, body["error"]["type"], headers["connection"]) == (431, "head_too_large", "close")
+        assert "at most 256 headers" in body["error"]["message"]
+        assert len(taken) == 256
+
+
+def test_what_is_not_http_is_answered_and_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """Anybody who can connect would fill the log's disk."""
+    with LiveServer() as server:
+        for _ in range(3):
+            with server.connect() as connection:
+                connection.sendall(b"\x16\x03\x01 hello\r\n\r\n")
+                ((status, _, body),) = read_replies(connection)
+            assert isinstance(body, dict) and (status, body["error"]["type"]) == (400, "invalid_http")
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 def test_a_stop_does_not_wait_for_a_client_that_does_not_read(caplog: pytest.LogCaptureFixture) -> None:
