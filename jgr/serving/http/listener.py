@@ -18,6 +18,7 @@ import logging
 import resource
 import signal
 import socket
+import ssl
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -35,6 +36,7 @@ from jgr.serving.http.connection import Limits, Protocol
 from jgr.serving.http.front import check_grpc, check_tls, front
 from jgr.serving.http.ports import bind, listen
 from jgr.serving.http.server import App
+from jgr.serving.http.tls import TlsDoor
 from jgr.serving.http.upgrades import StaysHttp1
 from jgr.serving.versions.deployment import Deployment, Load
 from jgr.serving.versions.served_models import Models
@@ -94,6 +96,7 @@ class Listener(uvicorn.Server):
             read_timeout_s,
             server.base_path,
         )
+        self._limits = limits
         protocol: Any = partial(StaysHttp1, limits=limits)
         super().__init__(
             uvicorn.Config(
@@ -142,7 +145,10 @@ class Listener(uvicorn.Server):
         self.should_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        await super().startup(sockets if self.config.ssl is None else [])
+        if self.config.ssl is not None:
+            door: Any = self._tls_door(self.config.ssl)
+            self.servers.append(door)
         names = ", ".join(deployment.name for deployment in self.models.deployments)
         _log.info(
             "listening on %s; %s being compiled",
@@ -154,6 +160,14 @@ class Listener(uvicorn.Server):
         if self.grpc is not None:
             await self.grpc.start()
         self._warming = asyncio.create_task(self._warm_up())
+
+    def _tls_door(self, context: ssl.SSLContext) -> TlsDoor:
+        """Accepts connections in place of uvicorn, which counts them too late."""
+        protocol: Any = self.config.http_protocol_class
+        made = partial(protocol, self.config, self.server_state, self.lifespan.state)
+        door = TlsDoor(self._socket, context, made, self.server_state.connections, self._limits)
+        door.open()
+        return door
 
     async def on_tick(self, counter: int) -> bool:
         if counter % TICKS_A_SECOND == 0:
@@ -196,6 +210,9 @@ class Listener(uvicorn.Server):
             await asyncio.wait(tasks)
         for connection in self._connections:
             connection.transport.close()
+        await asyncio.sleep(0.1)
+        for connection in self._connections:
+            connection.transport.abort()  # with TLS it waits for the client to agree that it is over
 
     @property
     def _connections(self) -> list[Protocol]:
