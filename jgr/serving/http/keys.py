@@ -201,26 +201,49 @@ class Keys:
         return caller if caller is not None and caller.role == "admin" else self.client(header)
 
     def _take(self, entries: list[KeyEntry]) -> None:
-        before = {(caller.name, caller.limits): caller for caller in self._callers.values()}
+        before = {caller.name: caller for caller in self._callers.values()}
         callers = {}
         for entry in entries:
-            limits = Limits(entry.rate, entry.burst, entry.share, entry.connections)
-            old = before.get((entry.name, limits), ANYBODY)  # what it has used up stays used up
-            burst = entry.burst or max(1, round(entry.rate or 1))
+            old = before.get(entry.name, ANYBODY)
             callers[self._digest(entry.key.encode())] = Caller(
                 entry.name,
                 "" if self.open else tenant(entry.name),
                 entry.role,
-                limits,
-                old.bucket
-                or (Bucket(entry.rate / self._parts, -(-burst // self._parts)) if entry.rate else None),
-                old.share or (Share(entry.share) if entry.share else None),
-                old.places or (Places(entry.connections) if entry.connections else None),
+                Limits(entry.rate, entry.burst, entry.share, entry.connections),
+                self._bucket(entry, old),
+                _share(entry, old),
+                _places(entry, old),
             )
         self._callers = callers
 
+    def _bucket(self, entry: KeyEntry, old: Caller) -> Bucket | None:
+        if entry.rate is None:
+            return None
+        if old.bucket is not None and old.limits[:2] == (entry.rate, entry.burst):
+            return old.bucket  # what is used up stays used up
+        burst = entry.burst or max(1, round(entry.rate))
+        return Bucket(entry.rate / self._parts, -(-burst // self._parts))
+
     def _digest(self, key: bytes) -> bytes:
         return blake2b(key, digest_size=32, key=self._secret).digest()
+
+
+def _share(entry: KeyEntry, old: Caller) -> Share | None:
+    """The share of a key: the one that it had, since requests are still held under it."""
+    if entry.share is None:
+        return None
+    found = old.share or Share(entry.share)
+    found.change(entry.share)
+    return found
+
+
+def _places(entry: KeyEntry, old: Caller) -> Places | None:
+    """The places of a key's connections: those that it had, since connections are still held under them."""
+    if entry.connections is None:
+        return None
+    found = old.places or Places(entry.connections)
+    found.change(entry.connections)
+    return found
 
 
 def _terms(caller: Caller) -> tuple[object, ...]:
@@ -288,9 +311,10 @@ def _read_file(path: Path) -> list[KeyEntry]:
 
 def _require_once(path: Path, pairs: list[tuple[str, object]]) -> None:
     """Refuse an object that names a field twice, of which readers of JSON take the last one alone."""
-    names = [name for name, _ in pairs]
-    twice = next((name for at, name in enumerate(names) if name in names[:at]), None)
-    require(twice is None, f"server.keys: {path}: the name {twice!r} stands twice in one place")
+    seen: set[str] = set()
+    for name, _ in pairs:
+        require(name not in seen, f"server.keys: {path}: the name {name!r} stands twice in one place")
+        seen.add(name)
 
 
 def _unauthorized(name: str, header: bytes) -> RequestError:

@@ -38,6 +38,10 @@ class Share:
         self._share = share
         self._held: dict[str, int] = {}
 
+    def change(self, share: float) -> None:
+        """Have another share from now on. What is held stays held, also where it is more."""
+        self._share = share
+
     def enter(self, queue: str, size: int) -> bool:
         """Hold one more place of the queue, which has so many; False where the share is used up."""
         held = self._held.get(queue, 0)
@@ -57,6 +61,10 @@ class Places:
 
     def __init__(self, most: int) -> None:
         self._most, self._held = most, 0
+
+    def change(self, most: int) -> None:
+        """Have another number from now on. What is held stays held, also where it is more."""
+        self._most = most
 
     def enter(self) -> bool:
         """Hold one more; False where all are held."""

@@ -16,7 +16,7 @@ import pytest
 
 from jgr.config import ConfigError, ServerConfig
 from jgr.serving.errors import RequestError
-from jgr.serving.http.keys import KeyEntry, Keys, read_keys
+from jgr.serving.http.keys import Caller, KeyEntry, Keys, _require_once, read_keys
 from jgr.serving.http.server import Visit
 from jgr.serving.policies.quotas import Places
 from tests.serving.fakes import PATIENCE_S, LiveServer, Pending, Reply, make_config
@@ -296,6 +296,74 @@ def test_a_file_that_is_taken_away_once_it_was_read_is_no_fault(
     monkeypatch.setattr("jgr.serving.http.keys.read_keys", read_and_remove)
     keys = Keys(make_config(write(tmp_path / "keys", entry("ada", ADA))).server)
     assert keys.client(b"Bearer " + ADA.encode()).name == "ada"
+
+
+class Name(str):
+    """A name that counts how often it is compared."""
+
+    compared = 0
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        Name.compared += 1
+        return str.__eq__(self, other)
+
+
+def test_names_of_a_file_are_compared_once_each(tmp_path: Path) -> None:
+    """A file has room for a million, and the event loop waits where it is read again."""
+    Name.compared = 0
+    pairs = [(Name(at), at) for at in range(3_000)]
+    _require_once(tmp_path, pairs)
+    assert Name.compared < len(pairs)
+    with pytest.raises(ConfigError, match="the name '7' stands twice"):
+        _require_once(tmp_path, [*pairs, (Name(7), 7)])
+
+
+def test_what_a_key_holds_counts_under_its_new_limits(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    config = make_config(write(file, entry("ada", ADA, rate=1, share=0.5, connections=2), entry("bob", BOB)))
+    keys = Keys(config.server)
+
+    def ada() -> Caller:
+        found = keys.find(f"Bearer {ADA}".encode())
+        assert found is not None
+        return found
+
+    before = ada()
+    assert before.share is not None and before.places is not None
+    before.charge(0)
+    assert [before.share.enter("queue", 4) for _ in range(3)] == [True, True, False]
+    visits = [Visit() for _ in range(3)]
+    assert [visit.admits(before.places) for visit in visits] == [True, True, False]
+
+    write(
+        file,
+        entry("ada", ADA, rate=1, share=0.75, connections=3),
+        entry("bob", BOB, share=0.5, connections=1),
+    )
+    keys.reload()
+    after = ada()
+    assert after.share is not None and after.places is not None
+    with pytest.raises(RequestError, match="1 requests a second"):
+        after.charge(0)  # the rate is the same, and is used up
+    assert [after.share.enter("queue", 4) for _ in range(2)] == [True, False]
+    assert [visits[2].admits(after.places), Visit().admits(after.places)] == [True, False]
+    assert visits[0].admits(after.places), "it has its place"
+
+    write(file, entry("ada", ADA, rate=1, share=0.25, connections=1))
+    keys.reload()
+    last = ada()
+    assert last.share is not None and last.places is not None
+    before.share.leave("queue")  # what was entered before both
+    after.share.leave("queue")
+    assert not last.share.enter("queue", 4)
+    after.share.leave("queue")
+    assert last.share.enter("queue", 4)
+    for visit in visits[:2]:
+        visit.end()
+    assert not Visit().admits(last.places)
+    visits[2].end()
+    assert Visit().admits(last.places)
 
 
 def test_what_a_key_has_used_up_stays_used_up_when_the_file_is_read_again(tmp_path: Path) -> None:
