@@ -80,6 +80,7 @@ def main(argv: Sequence[str]) -> int:
 
     from jgr.serving.cluster.replica import Source
     from jgr.serving.cluster.secret import keep_token, require_token
+    from jgr.serving.http.ports import warn_if_open
 
     require_token(os.environ)  # Ray reads it when it is imported
     keep_token(os.environ, Path.home())
@@ -93,6 +94,7 @@ def main(argv: Sequence[str]) -> int:
     configs = source.configs()  # before seconds of starting Ray
     console.keep_enough_threads(configs)  # replicas on this machine get this process's environment
     config = configs[0]
+    warn_if_open(config.server, config.server.host)
     port = config.server.port
     if (
         values.address is None or not port

@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import socket
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -44,6 +46,33 @@ def test_a_port_on_which_somebody_listens_is_refused_before_ray_starts() -> None
             own_port("127.0.0.1", port)
         assert own_port("127.0.0.1") not in (0, port)
     assert own_port("127.0.0.1", port) == port
+
+
+@pytest.mark.parametrize(
+    ("more", "warns"),
+    [
+        (["--set=server.host=0.0.0.0"], True),
+        (["--set=server.host=0.0.0.0", "--set=server.api_key=s3cret"], False),
+        (["--set=server.host=127.0.0.1"], False),
+        (["--set=server.host=localhost"], False),
+    ],
+)
+def test_a_fleet_that_anybody_may_ask_says_so_at_its_start(
+    more: list[str], warns: bool, tmp_path: Path
+) -> None:
+    """The port is taken, so it ends there, before Ray starts, which need not be there."""
+    code = (
+        "import sys; from importlib.machinery import ModuleSpec; from importlib.util import module_from_spec; "
+        "sys.modules['ray'] = module_from_spec(ModuleSpec('ray', None)); "
+        "from jgr.cli.main import run; sys.exit(run())"
+    )
+    with socket.create_server(("0.0.0.0", 0)) as other:
+        port = f"--port={other.getsockname()[1]}"
+        command = [sys.executable, "-c", code, "cluster", "--null", port, *more]
+        home = {**os.environ, "HOME": str(tmp_path)}  # where a token for Ray is kept
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=home)
+    assert done.returncode == 2 and "Address already in use" in done.stderr
+    assert ("neither server.api_key nor server.keys is set: anybody may ask" in done.stderr) is warns
 
 
 def test_a_fleet_is_there_once_one_of_its_proxies_listens() -> None:

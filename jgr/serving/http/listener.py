@@ -13,7 +13,6 @@ needs files to be open, and the second's tick at which those that do not read th
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import logging
 import resource
 import signal
@@ -34,7 +33,7 @@ from jgr.serving.engine.engine import AnyEngine
 from jgr.serving.http.bounds import READ_TIMEOUT_S, is_of_no_client
 from jgr.serving.http.connection import Limits, Protocol
 from jgr.serving.http.front import check_grpc, check_tls, front
-from jgr.serving.http.ports import bind, listen
+from jgr.serving.http.ports import bind, listen, warn_if_open
 from jgr.serving.http.server import App
 from jgr.serving.http.tls import TlsDoor
 from jgr.serving.http.upgrades import StaysHttp1
@@ -125,12 +124,7 @@ class Listener(uvicorn.Server):
         self._on_ready = on_ready
         self._socket = bind(server.host, server.port) if held is None else listen(held)
         host, port = self._socket.getsockname()[:2]
-        if self._keys.open and not ipaddress.ip_address(host).is_loopback:
-            _log.warning(
-                "server.host: other machines can reach %s, and neither server.api_key nor server.keys is set: anybody "
-                "may ask",
-                host,
-            )
+        warn_if_open(server, host)
         scheme = "https" if server.tls_certificate else "http"
         self.url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
         self._warming: asyncio.Task[None]

@@ -4,11 +4,32 @@
 from __future__ import annotations
 
 import errno
+import ipaddress
+import logging
 import socket
 
 from jgr.config import ServerConfig, UserError
 
 BACKLOG = 2048
+
+_log = logging.getLogger(__name__)
+
+
+def warn_if_open(config: ServerConfig, host: str) -> None:
+    """Say in the log that anybody may ask, where no client needs a key and other machines reach the host."""
+    if not (config.api_key or config.keys or _is_own(host)):
+        _log.warning(
+            "server.host: other machines can reach %s, and neither server.api_key nor server.keys is set: anybody may "
+            "ask",
+            host,
+        )
+
+
+def _is_own(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def bind(host: str, port: int, field: str = "server.port") -> socket.socket:

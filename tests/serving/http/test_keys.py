@@ -298,6 +298,22 @@ def test_a_file_that_is_taken_away_once_it_was_read_is_no_fault(
     assert keys.client(b"Bearer " + ADA.encode()).name == "ada"
 
 
+@pytest.mark.parametrize(
+    ("settings", "warns"),
+    [
+        (["server.host=0.0.0.0"], True),
+        (["server.host=0.0.0.0", "server.api_key=k"], False),
+        (["server.host=0.0.0.0", "server.admin_key=4dm1n"], True),
+        ([], False),
+    ],
+)
+def test_a_server_that_anybody_may_ask_says_so(
+    settings: list[str], warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with LiveServer(*settings):
+        assert ("0.0.0.0, and neither server.api_key nor server.keys is set" in caplog.text) is warns
+
+
 class Name(str):
     """A name that counts how often it is compared."""
 
