@@ -8,12 +8,14 @@ phases:
     http      /v1/rerank, /v1/score, /v1/explain, /v1/items, /v2 (JSON and binary tensors), /docs, /ui; paths, origins
               and keys of odd spelling
     grpc      messages with fields, bytes and keys changed; calls that are cancelled, or have no time
+    large     bodies of 1 MB with as many values as there is room for, which are refused
     frames    HTTP/2 by hand: messages that never come, windows that never open, floods, a path that is no text
     tenants   one key's users through one door, and another key's through another
     kills     SIGKILL under load, and a start
 
 Asked for are the 504 and DEADLINE_EXCEEDED of a request with a deadline, and no other answer of 500 or above, INTERNAL
-or UNKNOWN. Whatever is answered, logged or counted must not hold a key.
+or UNKNOWN. Whatever is answered, logged or counted must not hold a key. All the while /health/live is asked from
+another connection, whose longest wait tells whether one request held the event loop.
 
     python -m benchmarks.hostile_doors [--quick]
 """
@@ -42,6 +44,7 @@ from benchmarks import harness
 from benchmarks.harness import Benchmark, Claim, Measured, Quiet, Row
 from benchmarks.hostile_agreement import PATIENCE_S, agreement, as_metadata, ask
 from benchmarks.hostile_frames import hostile
+from benchmarks.hostile_probe import Probe, large_bodies
 from benchmarks.hostile_requests import Call, Document
 from benchmarks.hostile_spellings import BEARER, KEY, KEYS, MAIL, ORIGIN, SECRETS, SHOP, is_clients, odd
 from benchmarks.hostile_tensors import (
@@ -314,6 +317,15 @@ class Run:
 
         return judge
 
+    def large(self) -> None:
+        """Whatever such a body costs, other connections wait for it."""
+        with closing(Client(self.server.port, BEARER)) as client:
+            for path, body, headers in large_bodies():
+                status = client.ask(Call("POST", path, path, body, {**BEARER, **headers}))[0]
+                self.found.answers[str(status)] += 1
+                if status not in (400, 422):
+                    self.found.unasked.append(f"{status} for a large body of {path}: {body[:100]!r}")
+
     def frames(self) -> None:
         """Connections by hand, some of which stay open while good requests are asked."""
         rng, message = random.Random("frames"), infer("rank", TINY, "tiny").SerializeToString()
@@ -406,11 +418,14 @@ def measure(quick: bool, quiet: Quiet) -> Measured:
     with tempfile.TemporaryDirectory(prefix="jgr-doors-") as folder:
         run = Run(Path(folder), QUICK if quick else Amounts())
         with run.server:
-            run.phase("http", run.http)
-            run.phase("grpc", run.messages)
-            rss = run.found.rss[len(run.found.rss) // 10 :]  # a start anew has other memory
-            run.phase("frames", run.frames)
-            run.phase("tenants", run.tenants)
+            with Probe(run.server) as probe:
+                run.phase("http", run.http)
+                run.phase("grpc", run.messages)
+                rss = run.found.rss[len(run.found.rss) // 10 :]  # a start anew has other memory
+                run.phase("large", run.large)
+                run.phase("frames", run.frames)
+                run.phase("tenants", run.tenants)
+            run.rows.append(probe.row())
             run.phase("kills", run.kills)
             run.look_around()
         found = run.found
@@ -435,6 +450,7 @@ def measure(quick: bool, quiet: Quiet) -> Measured:
             none("answers-without-the-right-key-or-origin", len(found.let_in)),
             none("keys-in-answers-log-metrics-or-ps", len(found.leaked), "places"),
             none("wrong-scores", len(found.wrong)),
+            Claim("hostile-doors-longest-wait-of-a-health-probe", probe.longest_s, "s", "lower", 1.0),
             none("tracebacks-in-the-log", tracebacks, "tracebacks"),
             Claim(
                 "hostile-doors-memory-growth-after-the-first-tenth",
@@ -450,7 +466,7 @@ def measure(quick: bool, quiet: Quiet) -> Measured:
 
 if __name__ == "__main__":
     here = Path(__file__).parent
-    parts = ("agreement", "frames", "requests", "spellings", "tensors", "world")
+    parts = ("agreement", "frames", "probe", "requests", "spellings", "tensors", "world")
     harness.main(
         Benchmark(
             name="hostile_doors",

@@ -492,6 +492,10 @@ TITLES: tuple[tuple[str, str], ...] = (
         r"hostile-doors-wrong-scores",
         "Known requests that were answered with other scores between mutated ones",
     ),
+    (
+        r"hostile-doors-longest-wait-of-a-health-probe",
+        "Longest wait of a health probe from a connection of its own, under mutated and large requests",
+    ),
     (r"hostile-doors-tracebacks-in-the-log", "Tracebacks in the server's log after mutated requests"),
     (
         r"hostile-doors-memory-growth-after-the-first-tenth",
