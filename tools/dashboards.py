@@ -120,6 +120,16 @@ BOARDS = (
             Panel("Stages, P99", "s", quantiles("jgr_stage_seconds", "stage", at=(0.99,))),
             Panel("Requests in a batch", "short", ((mean("jgr_batch_size", "kind"), "{{kind}}"),)),
             Panel(
+                "Requests over rows of a batch",
+                "percentunit",
+                (
+                    (
+                        f"{rate('jgr_batch_size_sum', 'kind')} / {rate('jgr_batch_rows_total', 'kind')}",
+                        "{{kind}}",
+                    ),
+                ),
+            ),
+            Panel(
                 "Real over padded tokens",
                 "percentunit",
                 (

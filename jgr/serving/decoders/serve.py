@@ -144,7 +144,7 @@ class ServedDecoder:
         caching, shape = self.caching, start.shape
         works = [task.work for task in tasks] if caching is None else planned(start, tasks, caching)
         real_tokens = sum([task.usage.computed_tokens + task.width for task in tasks])
-        self.metrics.observe_batch(shape.kind, len(tasks), real_tokens, self._cost_tokens[shape])
+        self.metrics.observe_batch(shape.kind, len(tasks), shape.batch, real_tokens, self._cost_tokens[shape])
         return works
 
     def take(self, start: Start, tasks: Sequence[Task | None], outcomes: Sequence[Outcome]) -> None:

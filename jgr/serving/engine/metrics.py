@@ -125,12 +125,16 @@ class Metrics:
             registry=self.registry,
             buckets=SIZES,
         )
+        rows = self._counter(
+            "jgr_batch_rows", "Requests that the programs of the batches have room for.", "kind"
+        )
         real = self._counter("jgr_real_tokens", "Token positions that requests asked for.", "kind")
         padded = self._counter(
             "jgr_padded_tokens", "Token positions that the device computed, padding included.", "kind"
         )
         self._stages = {kind: [stage.labels(kind, name) for name in STAGES] for kind in KINDS}
         self._batch_size = {kind: size.labels(kind) for kind in KINDS}
+        self._batch_rows = {kind: rows.labels(kind) for kind in KINDS}
         self._real_tokens = {kind: real.labels(kind) for kind in KINDS}
         self._padded_tokens = {kind: padded.labels(kind) for kind in KINDS}
         self._dead_beams = self._counter("jgr_dead_beams", "Beams that ended without an item.")
@@ -333,10 +337,13 @@ class Metrics:
         self._model.remove(info.id, info.version)
         self._catalog.remove(info.id, info.catalog_version)
 
-    def observe_batch(self, kind: Kind, requests: int, real_tokens: int, padded_tokens: int) -> None:
-        """Record a batch. real_tokens: prompt tokens plus widths of its requests; padded_tokens: what its profile costs
-        (`Profile.cost_tokens`)."""
+    def observe_batch(
+        self, kind: Kind, requests: int, rows: int, real_tokens: int, padded_tokens: int
+    ) -> None:
+        """Record a batch. rows: requests that its profile takes. real_tokens: prompt tokens plus widths of requests;
+        padded_tokens: what its profile costs (`Profile.cost_tokens`)."""
         self._batch_size[kind].observe(requests)
+        self._batch_rows[kind].inc(rows)
         self._real_tokens[kind].inc(real_tokens)
         self._padded_tokens[kind].inc(padded_tokens)
 

@@ -265,6 +265,7 @@ def test_metrics_count_what_happened() -> None:
         'jgr_batch_size_count{kind="recommend"}': 3,
         'jgr_batch_size_sum{kind="recommend"}': 3,
         'jgr_batch_size_bucket{kind="rank",le="1.0"}': 1,
+        'jgr_batch_rows_total{kind="recommend"}': 3,
         # Prompts of 4, 4 and 8 tokens with 5, 3 and 5 beams; profiles of 1 x (8 + 5).
         'jgr_real_tokens_total{kind="recommend"}': 29,
         'jgr_padded_tokens_total{kind="recommend"}': 39,
