@@ -33,6 +33,16 @@ _CANDIDATES = (
     ("ScoreRequest", "documents"), ("ScoreRequest", "text_2"),
 )  # fmt: skip
 """Fields, by their structs, that hold candidates."""
+_HEADERS: dict[str, dict[str, Any]] = {
+    "X-Request-Id": {"description": "The request's id: its own, or one that the server made up."},
+    "Location": {"description": "The path that tells how the change goes on."},
+    "Retry-After": {
+        "description": "Seconds after which to ask again.",
+        "schema": {"type": "integer", "minimum": 1},
+    },
+    "WWW-Authenticate": {"description": "How to show a key.", "schema": {"enum": ["Bearer"]}},
+}
+"""Headers of answers that are always there, by the statuses of `_headers`."""
 _FILTERS = (("Filters", "exclude"), ("Filters", "deny"), ("Filters", "allow"))
 
 
@@ -64,7 +74,10 @@ def document(
         paths.setdefault(operation.path, {})[operation.method] = _operation(operation, keyed, opened)
     bearer = {"type": "http", "scheme": "bearer"}
     schemes = {"key": bearer, "admin_key": bearer} if keyed else {"admin_key": bearer}
-    components: dict[str, Any] = {"schemas": schemas, "securitySchemes": schemes}
+    headers = {
+        name: {"required": True, "schema": {"type": "string"}, **one} for name, one in _HEADERS.items()
+    }
+    components: dict[str, Any] = {"schemas": schemas, "headers": headers, "securitySchemes": schemes}
     return {
         "openapi": "3.1.0",
         "info": {
@@ -92,9 +105,9 @@ def _operation(operation: Operation, keyed: bool, opened: Collection[Group]) -> 
         {
             "name": "X-Request-Id",
             "in": "header",
-            "description": "An id for the request, of up to 128 printable ASCII characters. The answer repeats it; "
-            "without one the server makes one up.",
-            "schema": {"type": "string", "maxLength": 128},
+            "description": "An id for the request, of up to 128 printable ASCII characters, which the answer repeats. "
+            "In place of any other text, or of none, the server makes one up.",
+            "schema": {"type": "string"},
         }
     ]
     if operation.binary:
@@ -147,10 +160,15 @@ def _operation(operation: Operation, keyed: bool, opened: Collection[Group]) -> 
         "responses": {
             str(operation.status): {
                 "description": "The answer.",
+                "headers": _headers(operation.status),
                 "content": _content(operation.answer, operation.binary),
             },
             **{
-                status: {"description": " or ".join(types), "content": _content(refusal)}
+                status: {
+                    "description": " or ".join(types),
+                    "headers": _headers(int(status)),
+                    "content": _content(refusal),
+                }
                 for status, types in by_status.items()
             },
         },
@@ -163,6 +181,14 @@ def _operation(operation: Operation, keyed: bool, opened: Collection[Group]) -> 
     if secured:
         entry["security"] = [{"admin_key" if operation.admin else "key": []}]
     return entry
+
+
+def _headers(status: int) -> dict[str, Any]:
+    """The headers that every answer with the status has."""
+    more = {202: ("Location",), 401: ("WWW-Authenticate",), 429: ("Retry-After",), 503: ("Retry-After",)}
+    return {
+        name: {"$ref": f"#/components/headers/{name}"} for name in ("X-Request-Id", *more.get(status, ()))
+    }
 
 
 def _content(kind: type[msgspec.Struct] | str, binary: bool = False) -> dict[str, Any]:
