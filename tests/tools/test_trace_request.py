@@ -14,7 +14,7 @@ from jgr.catalog.prefix_tree import PrefixTree
 from tools.draw_house import committed, room_of
 from tools.trace_request import Event, Profiler, Trace, exceeded, route, trace_all
 
-LIMITS = {"recommend_files": 21, "recommend_moves": 106, "rank_files": 22, "rank_moves": 125}
+LIMITS = {"recommend_files": 21, "recommend_moves": 103, "rank_files": 22, "rank_moves": 124}
 
 
 @pytest.fixture(scope="module")

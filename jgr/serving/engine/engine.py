@@ -367,7 +367,7 @@ class Engine(Generic[S]):
 
     def _wanted(self, start: Start) -> bool:
         """Whether a run is still to be launched: somebody waits for it, or it writes what others may read."""
-        return start.keeps or any(work.job in self._tickets for work in start.work)
+        return any(work.job in self._tickets for work in start.work) or start.keeps
 
     def _finished(self, start: Start, run: Run) -> None:
         lost = isinstance(run.error, PoolLost | Abandoned)  # nothing has run, and it is planned again
@@ -390,7 +390,7 @@ class Engine(Generic[S]):
                 self.served.take(start, tasks, run.outcomes)
             except Exception as cause:
                 done, failed, error = (), committed.done, cause
-        self._charge(start, run, error is not None, committed.expired)
+        self._charge(start, run, error is not None, (*committed.expired, *committed.again))
         self._pump()
         if error is not None and not lost:
             self._fail(failed, error)
@@ -400,12 +400,13 @@ class Engine(Generic[S]):
             self._answer(self._tickets.pop(job_id), now_ns)
         self._check_drained()
 
-    def _charge(self, start: Start, run: Run, failed: bool, expired: Sequence[int]) -> None:
-        """Each request of a run has its share of the run's time; wasted is what no answer came of, or will come of."""
+    def _charge(self, start: Start, run: Run, failed: bool, lost: Sequence[int]) -> None:
+        """Each request of a run has its share of the run's time; wasted is what no answer came of, or will come of.
+        lost: those of which none will."""
         share_s, wasted = (run.end_ns - run.begin_ns) / 1e9 / len(start.work), 0
         for work in start.work:
             ticket = self._tickets.get(work.job)
-            if ticket is None or failed or work.job in expired or self._policy.state(work.job) == "queued":
+            if ticket is None or failed or work.job in lost:
                 wasted += 1
             else:
                 ticket.device_s += share_s
@@ -427,8 +428,7 @@ class Engine(Generic[S]):
         except Exception as error:
             self._tickets[ticket.job_id] = ticket
             return self._fail([ticket.job_id], error)
-        timing = ticket.timing(self.clock())
-        self.metrics.observe_answer(task.kind, timing, task.usage)
+        timing = self.metrics.observe_answer(task.kind, ticket, self.clock(), task.usage)
         answer = Answer(
             id=ticket.request_id,
             model=info.version,

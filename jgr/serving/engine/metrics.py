@@ -9,7 +9,7 @@ Label values come from fixed sets, so the number of series is bounded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 
 import numpy as np
@@ -34,6 +34,7 @@ from jgr.prompt.layouts import LAYOUTS
 from jgr.serving.api import ModelInfo, Timing, Usage
 from jgr.serving.engine import paging_metrics
 from jgr.serving.engine.paging_metrics import PagingCollector, PagingCounts
+from jgr.serving.engine.ticket import Ticket
 from jgr.serving.policies.jobs import KINDS, REASONS, Kind
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -111,20 +112,14 @@ class Metrics:
             "reason",
         )
         self.refused = {reason: refused.labels(reason) for reason in REFUSALS}
-        stage = Histogram(
+        stage = self._histogram(
             "jgr_stage_seconds",
             "Time that answered requests took, by stage; the stage total is all of it.",
-            ("kind", "stage"),
-            registry=self.registry,
-            buckets=SECONDS,
+            SECONDS,
+            "kind",
+            "stage",
         )
-        size = Histogram(
-            "jgr_batch_size",
-            "Number of requests in a batch.",
-            ("kind",),
-            registry=self.registry,
-            buckets=SIZES,
-        )
+        size = self._histogram("jgr_batch_size", "Number of requests in a batch.", SIZES, "kind")
         rows = self._counter(
             "jgr_batch_rows", "Requests that the programs of the batches have room for.", "kind"
         )
@@ -149,17 +144,15 @@ class Metrics:
             "jgr_wasted_device_seconds",
             "Time on their lanes of runs for requests that got no answer in time.",
         )
-        self._slack = Histogram(
+        self._slack = self._histogram(
             "jgr_slack_seconds",
             "Time that requests with a deadline had left when their first run was planned.",
-            registry=self.registry,
-            buckets=SECONDS,
+            SECONDS,
         )
-        self._forecast = Histogram(
+        self._forecast = self._histogram(
             "jgr_forecast_error_seconds",
             "By how much requests with a deadline ended later than predicted when they came; below 0: earlier.",
-            registry=self.registry,
-            buckets=ERRORS,
+            ERRORS,
         )
         hints = self._counter(
             "jgr_hints",
@@ -192,43 +185,37 @@ class Metrics:
         self._cached_tokens, self._computed_tokens = tokens.labels("cached"), tokens.labels("computed")
         layouts = self._counter("jgr_layouts", "Answered requests by the prompt's layout.", "layout")
         self._layouts = {layout: layouts.labels(layout) for layout in LAYOUTS}
-        self.drift = Histogram(
+        self.drift = self._histogram(
             "jgr_shadow_drift",
             "Largest difference of an answer's scores to those computed again without the cache.",
-            registry=self.registry,
-            buckets=DRIFTS,
+            DRIFTS,
         )
-        self.quantize_drift = Histogram(
+        self.quantize_drift = self._histogram(
             "jgr_quantize_drift",
             "Largest difference of an answer's scores, with keys and values kept in 8 bits, to those computed again "
             "without the cache.",
-            registry=self.registry,
-            buckets=DRIFTS,
+            DRIFTS,
         )
-        self.repair_drift = Histogram(
+        self.repair_drift = self._histogram(
             "jgr_repair_drift",
             "Largest difference of a repaired answer's scores to those with all item tokens in causal order.",
-            registry=self.registry,
-            buckets=DRIFTS,
+            DRIFTS,
         )
-        self.repair_tau = Histogram(
+        self.repair_tau = self._histogram(
             "jgr_repair_kendall_tau",
             "Kendall's tau between the order of an approximate answer and that of its prompt computed whole.",
-            registry=self.registry,
-            buckets=TAUS,
+            TAUS,
         )
-        self.repair_overlap = Histogram(
+        self.repair_overlap = self._histogram(
             "jgr_repair_top10_overlap",
             "Share of the first ten candidates of a prompt computed whole that are an approximate answer's too.",
-            registry=self.registry,
-            buckets=OVERLAPS,
+            OVERLAPS,
         )
-        self.repair_divergence = Histogram(
+        self.repair_divergence = self._histogram(
             "jgr_repair_kl",
             "KL divergence of an approximate answer's scores from those of its prompt computed whole, in nats, as "
             "distributions over its candidates.",
-            registry=self.registry,
-            buckets=DIVERGENCES,
+            DIVERGENCES,
         )
         self.repair_disorder = Gauge(
             "jgr_repair_disorder",
@@ -252,11 +239,10 @@ class Metrics:
             "of",
         )
         self.candidate_pairs, self.padding_pairs = pairs.labels("candidates"), pairs.labels("padding")
-        self.executor_wait = Histogram(
+        self.executor_wait = self._histogram(
             "jgr_executor_wait_seconds",
             "Time that a part waited for an executor, once it had its inputs.",
-            registry=self.registry,
-            buckets=SECONDS,
+            SECONDS,
         )
         self.item_bytes = self._counter(
             "jgr_fleet_item_bytes",
@@ -296,8 +282,14 @@ class Metrics:
         """Export the bytes that each part of the engine takes, as `read` gives them."""
         self.registry.register(_Memory(read))
 
-    def observe_answer(self, kind: Kind, timing: Timing, usage: Usage) -> None:
-        """Count one answered request: its times and its tokens."""
+    def observe_answer(self, kind: Kind, ticket: Ticket, now_ns: int, usage: Usage) -> Timing:
+        """Count one request that is answered now: its tokens, and where its time went, which is returned."""
+        timing = Timing(
+            queue=(ticket.begun_ns - ticket.submitted_ns) / 1e6,
+            prepare=(ticket.submitted_ns - ticket.arrival_ns) / 1e6,
+            device=(ticket.ended_ns - ticket.begun_ns) / 1e6,
+            total=(now_ns - ticket.arrival_ns) / 1e6,
+        )
         queue, prepare, device, total = self._stages[kind]
         queue.observe(timing.queue / 1e3)
         prepare.observe(timing.prepare / 1e3)
@@ -308,6 +300,7 @@ class Metrics:
         self._layouts[usage.layout].inc()
         if usage.dead_beams is not UNSET:
             self._dead_beams.inc(usage.dead_beams)
+        return timing
 
     def observe_run(self, seconds: float, wasted: float) -> None:
         """Record a run's time on its lane. wasted: the seconds of work that nobody will have of it."""
@@ -346,6 +339,9 @@ class Metrics:
         self._batch_rows[kind].inc(rows)
         self._real_tokens[kind].inc(real_tokens)
         self._padded_tokens[kind].inc(padded_tokens)
+
+    def _histogram(self, name: str, text: str, buckets: Sequence[float], *labels: str) -> Histogram:
+        return Histogram(name, text, labels, registry=self.registry, buckets=buckets)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(name, text, labels, registry=self.registry)

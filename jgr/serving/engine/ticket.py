@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from jgr.serving.api import ModelInfo, Timing
+from jgr.serving.api import ModelInfo
 from jgr.serving.policies.jobs import Start
 from jgr.serving.prefill import Prefilled
 
@@ -46,15 +46,6 @@ class Ticket:
     predicted_ns: int | None = None
     fetching: asyncio.Task[None] | None = None
     compare: Callable[[Any], None] | None = None
-
-    def timing(self, now_ns: int) -> Timing:
-        """Where its time went, in ms. Until it has its lane for itself it waits."""
-        return Timing(
-            queue=(self.begun_ns - self.submitted_ns) / 1e6,
-            prepare=(self.submitted_ns - self.arrival_ns) / 1e6,
-            device=(self.ended_ns - self.begun_ns) / 1e6,
-            total=(now_ns - self.arrival_ns) / 1e6,
-        )
 
     def prefilled(self, info: ModelInfo, kept: bool, tokens: int, cached: int) -> Prefilled:
         """The answer to a hint. tokens: those that were computed for it; cached: those that were there."""

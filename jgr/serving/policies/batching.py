@@ -356,7 +356,7 @@ class Batcher(Policy[Live]):
     def next_wakeup_ns(self) -> int | None:
         """When another plan could do something by time alone; None: never."""
         times = [super().next_wakeup_ns()]
-        if self.queued and self._now_ns is not None:
+        if self._queue.order and self._now_ns is not None:
             times += [max(at_ns, self._now_ns) for at_ns in self._due_ns(self._head(), self._now_ns).values()]
         return min((at_ns for at_ns in times if at_ns is not None), default=None)
 
@@ -421,7 +421,7 @@ class Batcher(Policy[Live]):
         return min(ends.values()) if len(ends) == self._streams else now_ns
 
     def _choose(self, now_ns: int) -> Start | None:
-        if not self.queued:
+        if not self._queue.order:
             return None
         head = self._head()
         due_ns = self._due_ns(head, now_ns)

@@ -129,13 +129,8 @@ room of another, since only the first goes away by itself."""
 SORTS: tuple[Sort, ...] = ("dated", "undated", "batch")
 
 
-def gives_way(job: Job) -> bool:
-    """Whether every interactive job goes before it. What it was promised holds as long as none of these comes."""
-    return job.priority == "batch"
-
-
 def sort_of(job: Job) -> Sort:
-    if gives_way(job):
+    if job.priority == "batch":
         return "batch"
     return "undated" if job.deadline_ns is None else "dated"
 
@@ -207,15 +202,17 @@ class Plan(Struct, frozen=True):
 
 
 class Committed(Struct, frozen=True):
-    """The jobs that ended with a run and that somebody still waits for, in the run's order.
+    """What became of a run's jobs that somebody still waits for, in the run's order.
 
     done: all their work is done, in time; failed: the run failed; expired: the deadline passed while they ran. A job
-    that has more work to do, that was cancelled, or that a plan reported as expired is in none of them.
+    that has more work to do, that was cancelled, or that a plan reported as expired is in none of them. again: those
+    that have not ended, and wait anew, since the run was in vain.
     """
 
     done: tuple[int, ...] = ()
     failed: tuple[int, ...] = ()
     expired: tuple[int, ...] = ()
+    again: tuple[int, ...] = ()
 
 
 class Accepted(Struct, frozen=True):

@@ -20,9 +20,12 @@ was done in a quiet hour is not held against those who wait in a busy one.
 from __future__ import annotations
 
 import bisect
+from collections.abc import Callable, Iterable
 from typing import Literal
 
-from jgr.serving.policies.jobs import Job, gives_way
+from jgr.serving.policies.backlog import Backlog
+from jgr.serving.policies.jobs import SORTS, Job, Sort, sort_of
+from jgr.serving.policies.loads import Load
 
 Order = Literal["deadline", "edf", "fifo", "lifo", "codel"]
 Key = tuple[int, int, int]
@@ -56,7 +59,7 @@ class Ordering:
 
     def key(self, job: Job, order: int, share_ns: int) -> Key:
         """The key of a new job. order: of its submission. share_ns: what the device needs for it among many."""
-        rank = int(gives_way(job))
+        rank = int(job.priority == "batch")
         if self.order in ("fifo", "codel"):
             return rank, 0, order
         if self.order == "lifo":
@@ -97,3 +100,61 @@ class Ordering:
         """With codel: when the oldest job, which came then, will have waited for too long."""
         soon_ns = max(self._empty_ns + CODEL_INTERVAL_NS, oldest_ns + CODEL_TARGET_NS)
         return min(oldest_ns + CODEL_INTERVAL_NS, soon_ns) + 1
+
+
+class Queue:
+    """The jobs of a policy none of whose work has started, in their order, and what the device needs for them.
+
+    empty: makes a load of nothing. job_of: the job of an id. revision: that of the costs in use.
+    """
+
+    def __init__(
+        self,
+        ordering: Ordering,
+        empty: Callable[[], Load],
+        job_of: Callable[[int], Job],
+        revision: Callable[[], int],
+    ) -> None:
+        self._ordering = ordering
+        self.order: list[tuple[Key, int]] = []
+        """The key and the id of each, ascending."""
+        self.of_sort: dict[Sort, int] = dict.fromkeys(SORTS, 0)
+        """How many there are of each sort."""
+        self.changes = 0
+        """Counts the changes, for who keeps what depends on them."""
+        self._backlog = Backlog(empty, lambda place: job_of(self.order[place][1]), revision)
+        self.known = 0
+        """So many of the first jobs are as the backlog knows them, and take what they took."""
+
+    def add(self, job: Job, sort: Sort, key: Key) -> None:
+        at = bisect.bisect(self.order, (key, job.id))
+        self.order.insert(at, (key, job.id))
+        self.of_sort[sort] += 1
+        self._ordering.waits(job, key)
+        self._changed(at)
+
+    def remove(self, job: Job, sort: Sort, key: Key, starts: bool, now_ns: int) -> None:
+        """A job waits no more. starts: it runs now."""
+        at = bisect.bisect_left(self.order, (key, job.id))
+        del self.order[at]
+        self.of_sort[sort] -= 1
+        self._ordering.waited(job, key, starts, now_ns)
+        self._changed(at)
+
+    def backlog(self) -> Backlog:
+        """The backlog of the queue as it is. It is told here alone: who asks for no forecast needs none."""
+        self._backlog.changed(self.known)
+        self.known = len(self.order)
+        return self._backlog
+
+    def check(self, jobs: Iterable[tuple[Key, Job]]) -> None:
+        """Audit: these are the jobs that wait; AssertionError."""
+        jobs = list(jobs)
+        assert sorted((key, job.id) for key, job in jobs) == self.order, "the queue and the states disagree"
+        for sort in SORTS:
+            of = sum(sort_of(job) == sort for _, job in jobs)
+            assert of == self.of_sort[sort], "queued jobs are miscounted"
+        self.backlog().check()
+
+    def _changed(self, at: int) -> None:
+        self.known, self.changes = min(self.known, at), self.changes + 1

@@ -42,8 +42,7 @@ from jgr.serving.policies.jobs import (
 )
 from jgr.serving.policies.live import Flight, L, Returned, Span
 from jgr.serving.policies.loads import Load
-from jgr.serving.policies.ordering import Key, Ordering
-from jgr.serving.policies.queue import Queue
+from jgr.serving.policies.ordering import Key, Ordering, Queue
 from jgr.serving.policies.run_costs import RunCosts
 
 TRIAL_NS = 500_000_000
@@ -70,7 +69,9 @@ class Policy(ABC, Generic[L]):
         self._live: dict[int, L] = {}
         self._flights: dict[int, Flight] = {}
         self._ended_ns: dict[int, int] = {}  # when the last run of each lane ended
-        self._queue = Queue(self._load, lambda job_id: self._live[job_id].job, lambda: self.costs.revision)
+        self._queue = Queue(
+            self._ordering, self._load, lambda job_id: self._live[job_id].job, lambda: self.costs.revision
+        )
         self._deadlines: list[tuple[int, int]] = []  # (deadline_ns, id) of live jobs, ascending
         self._latest: list[tuple[int, int]] = []  # (latest_ns, id) of queued jobs that have one, ascending
         self._counts: dict[State, int] = dict.fromkeys(TRANSITIONS, 0)  # entries into each state, ever
@@ -205,7 +206,7 @@ class Policy(ABC, Generic[L]):
             starts.append(start)
             self._flights[start.run] = Flight(start, now_ns, self._cost_of(start))
             self._runs += 1
-            self._queue.relearn()  # from what is started
+            self._queue.known = 0  # a policy learns from what it starts
             for work in start.work:
                 if (entry := self._live[work.job]).state == "queued":
                     self._move(entry, "start")
@@ -231,12 +232,12 @@ class Policy(ABC, Generic[L]):
                 deadline_ns = entry.job.deadline_ns
                 late = deadline_ns is not None and now_ns >= deadline_ns
                 returned.append(Returned(entry, work, "expire" if late else AFTER[outcome]))
-        ended: dict[State, list[int]] = {"done": [], "failed": [], "expired": []}
+        ended: dict[State, list[int]] = {"done": [], "failed": [], "expired": [], "queued": []}
         for entry, work, event in self._take_back(start, outcome, returned):
             state = self._move(entry, event)
             if state in ended:
                 ended[state].append(work.job)
-        return Committed(tuple(ended["done"]), tuple(ended["failed"]), tuple(ended["expired"]))
+        return Committed(*map(tuple, ended.values()))
 
     def renew(self, epoch: int, now_ns: int) -> None:
         """The pool was lost and is of this epoch now: forget what is cached. Runs planned before will be lost."""
@@ -448,8 +449,9 @@ class Policy(ABC, Generic[L]):
 
     def _move(self, entry: L, event: Event) -> State:
         """The only place where a live job changes state: table, queue and counters change together."""
-        before, after = entry.state, advance(entry.state, event)
-        entry.state, job = after, entry.job
+        job, before = entry.job, entry.state
+        after, sort = advance(before, event), sort_of(job)
+        entry.state = after
         if event == "requeue":
             entry.requeued = True
         else:
@@ -459,13 +461,11 @@ class Policy(ABC, Generic[L]):
         elif entry.latest_ns is not None and after == "expired":
             self._admissions[job.priority].late(entry.accepted_ns, self._now_ns or 0)
         if before == "queued":
-            self._queue.remove(job, entry.key)
-            self._ordering.waited(job, entry.key, after == "running", self._now_ns or 0)
+            self._queue.remove(job, sort, entry.key, after == "running", self._now_ns or 0)
             if entry.latest_ns is not None:
                 _remove(self._latest, (entry.latest_ns, job.id))
         if after == "queued":
-            self._queue.add(job, entry.key)
-            self._ordering.waits(job, entry.key)
+            self._queue.add(job, sort, entry.key)
             if entry.latest_ns is not None:
                 bisect.insort(self._latest, (entry.latest_ns, job.id))
         elif after != "running":

@@ -19,7 +19,7 @@ import hashlib
 from collections.abc import Callable
 from typing import NamedTuple
 
-from jgr.cache.entries import Entry, Name, Stored, Valued
+from jgr.cache.entries import Entry, Name, Stored, Valued, serves
 from jgr.cache.meta import CacheMeta
 from jgr.serving.policies.jobs import Kept, UserPart
 
@@ -95,14 +95,14 @@ class UserCache:
         return self.kept(user) == "kept"
 
     def kept(self, user: UserPart) -> Kept:
-        """Whether the user's part is kept, or what it has grown from, or neither. Changes nothing."""
-        if self.meta.kept_tokens(Name("user", user.name, LAYOUT)) == 0:
-            return ""  # a content is a hash of all that the part depends on
-        name, content = self._named(user)
-        if self._covering(name, content) is not None:
+        """Whether the user's part is kept on the device, or what it has grown from, or neither. Changes nothing."""
+        entry = self.meta.by_name(Name("user", user.name, LAYOUT))
+        if entry is None:  # a content takes the hash of all that the part depends on
+            return ""
+        _, content = self._named(user)
+        if _covers(entry, content):
             return "kept"
-        known = self.meta.valid_tokens(name, content)
-        return "grown" if 0 < known and len(content) - known <= self._growth else ""
+        return "grown" if serves(entry, content) and len(content) - entry.tokens <= self._growth else ""
 
     def end(self, found: Found, well: bool) -> None:
         """Nobody reads or writes what was found any more. well: the run has not failed, and what was new is there."""
@@ -128,12 +128,17 @@ class UserCache:
 
     def _covering(self, name: Name, content: Valued) -> Entry | None:
         """The entry that has all of the content, and may have more events behind it."""
-        entry, length = self.meta.by_name(name), len(content)
-        if entry is None or not 0 < length <= entry.tokens:
-            return None
-        known = entry.digest if length == entry.tokens else entry.made_from.prefix(length)
-        return entry if known == content.digest else None
+        entry = self.meta.by_name(name)
+        return entry if entry is not None and _covers(entry, content) else None
 
     def _named(self, user: UserPart) -> tuple[Name, Valued]:
         assert user.key is not None
         return Name("user", user.name, LAYOUT), self._content(user.key)
+
+
+def _covers(entry: Entry, content: Valued) -> bool:
+    length = len(content)
+    if not 0 < length <= entry.tokens:
+        return False
+    known = entry.digest if length == entry.tokens else entry.made_from.prefix(length)
+    return known == content.digest

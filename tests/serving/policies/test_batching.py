@@ -275,7 +275,7 @@ def test_a_batch_that_was_refused_for_lost_memory_is_planned_again_in_its_old_pl
     assert b.plan(0).starts == (batch(0, PAIR, (1, 2)),)
     fill(b, job(4), job(5))
     b.cancel(2, 0)
-    assert b.commit(0, "lost", 1) == Committed()
+    assert b.commit(0, "lost", 1) == Committed(again=(1,))
     assert (b.state(1), b.queued) == ("queued", 4)
     assert b.submit(job(6), 1) == Rejected("queue_full")
     assert b.plan(1).starts == (batch(1, PAIR, (1, 3)),)
@@ -500,7 +500,7 @@ class Machine(RuleBasedStateMachine):
         committed = self.batcher.commit(run, outcome, self.now)
         self.seen |= dict.fromkeys(late, "expired")
         if outcome == "lost":
-            assert committed == Committed(expired=tuple(late))
+            assert committed == Committed(expired=tuple(late), again=ids)
             self.naive.queue = sorted([*self.naive.queue, *rest], key=lambda j: j.id)
             self.seen |= dict.fromkeys(ids, "queued")
         elif outcome == "failed":

@@ -183,7 +183,7 @@ def test_the_live_view_shows_cache_drift_and_failures(visit: Visit) -> None:
         metrics.refused["quota"].inc(1)
         metrics.deadline_expired.inc(4)
         metrics.executor_failures.inc(2)
-        metrics.observe_run(0.5, 0.25)
+        metrics.observe_run(0.5, 0.125)
 
     visit.page.route("**/metrics", read)
     page = watch(visit, between)
