@@ -376,6 +376,18 @@ TITLES: tuple[tuple[str, str], ...] = (
         r"answers-of-(?P<served>\w+)-that-are-in-time",
         "Share of the answers to accepted requests that come in time, over HTTP; {served}",
     ),
+    (
+        r"goodput-share-of-(?P<served>\w+)-over-http-with-a-core-for-the-host",
+        "Answers in time over what the server can do, worst of all loads, over HTTP, a core left to the server; {served}",
+    ),
+    (
+        r"wasted-device-time-of-(?P<served>\w+)-over-http-with-a-core-for-the-host",
+        "Largest share of the device's time that no answer came of, over HTTP, a core left to the server; {served}",
+    ),
+    (
+        r"answers-of-(?P<served>\w+)-that-are-in-time-with-a-core-for-the-host",
+        "Share of the answers to accepted requests that come in time, over HTTP, a core left to the server; {served}",
+    ),
     # first_answer
     (
         r"seconds-to-the-first-answer-cold-(?P<model>\w+)",

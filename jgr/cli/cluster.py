@@ -92,7 +92,7 @@ def main(argv: Sequence[str]) -> int:
         values.null,
     )
     configs = source.configs()  # before seconds of starting Ray
-    console.keep_enough_threads(configs)  # replicas on this machine get this process's environment
+    console.size_threads(configs)  # replicas on this machine get this process's environment
     config = configs[0]
     warn_if_open(config.server, config.server.host)
     port = config.server.port

@@ -137,14 +137,27 @@ def load_folder(values: flags.FlagValues, argv: Sequence[str]) -> Config:
     return config
 
 
-def keep_enough_threads(configs: Sequence[Config]) -> None:
-    """Have XLA make more threads than there are devices where a CPU stands for several; before its backend starts.
+def cores_here() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def size_threads(configs: Sequence[Config]) -> None:
+    """Say how many threads XLA has on a CPU, before its backend starts: all cores but server.host_cores, and more than
+    there are devices where a CPU stands for several. UserError where that cannot be.
 
     A device that waits for the others holds a thread, and with fewer of them than devices all would wait for ever.
     """
     devices = max(max(config.model.tensor_parallel, config.data_parallel.devices) for config in configs)
-    if devices > 1:
-        os.environ.setdefault("NPROC", str(max(os.cpu_count() or 1, 2 * devices)))
+    cores, kept = cores_here(), configs[0].server.host_cores
+    if kept:
+        if devices > 1:
+            raise UserError("server.host_cores is for models on one device")
+        if kept >= cores:
+            raise UserError(f"server.host_cores={kept} leaves no core to the model: there are {cores}")
+        os.environ["PJRT_NPROC"] = str(cores - kept)
+    elif devices > 1:
+        os.environ.setdefault("NPROC", str(max(cores, 2 * devices)))
 
 
 def refuse_arguments(argv: Sequence[str]) -> None:

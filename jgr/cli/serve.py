@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
     configs = configurations(flags.FLAGS.config, assignments, argv, loaded=not flags.FLAGS.null)
     if not flags.FLAGS.null:
         _require_folders(configs)
-    console.keep_enough_threads(configs)
+    console.size_threads(configs)
     # Before minutes of loading, in which nobody else can take the port; the ports before slow imports too.
     held = hold_ports(configs[0].server)
     from jgr.serving.engine.tracing import require_opentelemetry

@@ -107,6 +107,9 @@ class ServerConfig:
     max_candidates: int = 10_000  # most candidates in a request
     max_filter_items: int = 4096  # most item ids in a request's filters, all lists together
     unknown_items: Literal["skip", "reject"] = "skip"  # what happens to history items that the catalog lacks
+    # Cores that a model on a CPU leaves to HTTP, JSON and plans: runs take as long under load as alone then, and fewer
+    # of them go into a second. 0: the model's threads and the server's share all cores.
+    host_cores: int = 0
     max_connections: int = 4096  # most connections at a time; one more gets a 503 and is closed
     write_timeout_s: float = 30.0  # seconds that a client has to take an answer; then its connection is cut
     drain_timeout_s: float = 30.0  # seconds that accepted requests have to finish after SIGTERM
@@ -145,6 +148,7 @@ class ServerConfig:
         check(
             self, max_text_bytes=0, max_filter_items=0, max_connections=1, write_timeout_s=0.1, patience_ms=0
         )
+        check(self, host_cores=0)
         require(self.patience_ms <= 1e9, f"server.patience_ms must be at most 1e9, not {self.patience_ms}")
         same = bool(self.api_key) and self.api_key == self.admin_key
         require(not same, "server.admin_key must not be server.api_key, which clients have")

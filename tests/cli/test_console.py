@@ -9,7 +9,9 @@ from datetime import UTC, datetime
 
 import pytest
 
-from jgr.cli.console import Teller
+from jgr.cli.console import Teller, cores_here, size_threads
+from jgr.config import Config, override
+from jgr.fields import UserError
 
 SETUP = (
     "import logging; from jgr import logs; from jgr.cli import console; log = logging.getLogger('jgr.x')\n"
@@ -174,3 +176,43 @@ console.print_json({{"ndcg": [1, None]}})
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, printed + "\n"), done.stderr
+
+
+COUNT = """
+import glob, jax
+from jgr.config import Config, override
+console.size_threads([override(Config(), {setting!r})])
+jax.numpy.ones(3).block_until_ready()
+names = [open(name).read() for name in glob.glob("/proc/self/task/*/comm")]
+log.warning("%d of %d", sum("Eigen" in name for name in names), console.cores_here())
+"""
+"""XLA names the threads of its pool after Eigen's."""
+
+
+def test_a_core_that_is_left_to_the_host_is_none_that_the_model_works_with() -> None:
+    def threads(setting: str) -> tuple[int, int]:
+        (line,) = _stderr("logs.set_up('human', 'info')\n" + COUNT.format(setting=setting))
+        threads, cores = re.findall(r"\d+", line.partition("jgr.x:")[2])
+        return int(threads), int(cores)
+
+    count, cores = threads("server.host_cores=0")
+    assert count == cores
+    if cores > 1:
+        assert threads("server.host_cores=1") == (cores - 1, cores)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (
+            ["server.host_cores={cores}"],
+            "server.host_cores={cores} leaves no core to the model: there are {cores}",
+        ),
+        (["server.host_cores=1", "data_parallel.devices=2"], "server.host_cores is for models on one device"),
+    ],
+)
+def test_cores_that_cannot_be_left_are_refused(settings: list[str], words: str) -> None:
+    cores = cores_here()
+    config = override(Config(), *(setting.format(cores=cores) for setting in settings))
+    with pytest.raises(UserError, match=re.escape(words.format(cores=cores))):
+        size_threads([config])

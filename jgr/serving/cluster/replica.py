@@ -71,6 +71,10 @@ class Source:
         if 0 < gpus < max(shared, parted):
             field = "model.tensor_parallel" if shared > parted else "data_parallel.devices"
             raise ConfigError(f"fleet.gpus: a replica sees {gpus:g}, and {field} needs {max(shared, parted)}")
+        if found[0].server.host_cores:
+            raise ConfigError(
+                "server.host_cores is for jgr serve: replicas of a fleet share the cores of a machine"
+            )
         return found
 
     @property

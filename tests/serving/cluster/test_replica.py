@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from jgr.fields import ConfigError
 from jgr.serving.api import RankRequest
 from jgr.serving.cluster.hints import Hint
 from jgr.serving.cluster.record import NoOthers, Record, States
@@ -269,3 +270,9 @@ def test_a_replica_writes_a_journal_of_its_own(tmp_path: Path) -> None:
     assert others.begun == 2
     closed = [each for each in read(tmp_path / "day.r.jsonl") if isinstance(each.event, Closed)]
     assert len(closed) == 2
+
+
+def test_a_replica_leaves_no_cores_to_its_host() -> None:
+    """Which threads there are would hold for the replicas of one machine alone."""
+    with pytest.raises(ConfigError, match=r"server\.host_cores is for jgr serve"):
+        Source(assignments=("server.host_cores=1",), null=True).configs()
