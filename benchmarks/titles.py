@@ -378,7 +378,7 @@ TITLES: tuple[tuple[str, str], ...] = (
     ),
     (
         r"goodput-share-of-(?P<served>\w+)-over-http-with-a-core-for-the-host",
-        "Answers in time over what the server can do, worst of all loads, over HTTP, a core left to the server; {served}",
+        "Answers in time over what the server can do, worst of loads, over HTTP, a core left to the server; {served}",
     ),
     (
         r"wasted-device-time-of-(?P<served>\w+)-over-http-with-a-core-for-the-host",
