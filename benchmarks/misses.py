@@ -25,8 +25,8 @@ MISSES = (
         "Goodput over HTTP",
         r"goodput-share-of-(industrial|sasrec_industrial)-over-http",
         "Server, model and client share two cores; the model runs by the kernels of `make native`. At three times the "
-        "load the event loop and the client take three quarters of a core to send, read and refuse what cannot be done; "
-        "most of that is HTTP and JSON. The generator's model works with both cores, and a run waits whenever one of "
+        "load the event loop and the client take three quarters of a core to send, read and refuse what cannot be done, "
+        "by HTTP and JSON mostly. The generator's model works with both cores, and a run waits whenever one of "
         "them is taken, so that its time varies: it can be promised only with much room, which is most of 100 ms, and "
         "little is accepted. With server.host_cores=1 the same server answers twice as many within 100 ms beyond its "
         "capacity. The scorer's model takes a tenth of a core; there the loop and the threads that plan and pack wait "
@@ -49,8 +49,8 @@ MISSES = (
     Miss(
         "Answers in time, over HTTP",
         r"answers-of-industrial-that-are-in-time",
-        "Three of 21 rounds of six seconds are below the target, the worst with twelve late answers of 640. Model, loop "
-        "and client share two cores there; with a core left to the server all rounds hold.",
+        "Three of 21 rounds of six seconds are below the target, the worst with twelve late answers of 640. Model, "
+        "loop and client share two cores there; with a core left to the server all rounds hold.",
     ),
     Miss(
         "Goodput of two lengths",
@@ -283,7 +283,7 @@ MISSES = (
         "Predicted run times",
         r"cost-model-(onerec|climber|lrurec)-held-out-error",
         "While these three were measured the quartiles of a run were a tenth to a sixth of its time apart, and errors "
-        "below that are noise; OneRec's is. Climber's comes of one shape of ten, of user and candidates in one program, "
+        "below that are noise; OneRec's is. Climber's comes of one shape of ten, of user and candidates in one, "
         "which is predicted wrong by half. LRURec's worst kind of run is the user's part, fitted to seven shapes.",
     ),
     Miss(
