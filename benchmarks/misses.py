@@ -25,7 +25,7 @@ MISSES = (
         "Goodput over HTTP",
         r"goodput-share-of-(industrial|sasrec_industrial)-over-http",
         "Server, model and client share two cores; the model runs by the kernels of `make native`. At three times the "
-        "load the event loop and the client take three quarters of a core to send, read and refuse what cannot be done, "
+        "load event loop and client take three quarters of a core to send, read and refuse what cannot be done, "
         "by HTTP and JSON mostly. The generator's model works with both cores, and a run waits whenever one of "
         "them is taken, so that its time varies: it can be promised only with much room, which is most of 100 ms, and "
         "little is accepted. With server.host_cores=1 the same server answers twice as many within 100 ms beyond its "
