@@ -412,9 +412,8 @@ def measure(quick: bool, quiet: Quiet) -> Measured:
                 blocks = [("deadline", name) for name in DEADLINES]
                 blocks += [(order, "100") for order in OTHERS if not (quick or cores)]
                 for order, name in blocks:
-                    if (
-                        order == "deadline"
-                    ):  # anew for each: a machine is not as fast as it was ten minutes ago
+                    # Anew for each: a machine is not as fast as it was ten minutes ago.
+                    if order == "deadline":
                         quiet.wait()
                         capacity = live.capacity(host)
                         harness.note(f"{live.name}, {host}: {capacity:.0f}/s at saturation")

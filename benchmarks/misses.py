@@ -30,7 +30,7 @@ MISSES = (
         "them is taken, so that its time varies: it can be promised only with much room, which is most of 100 ms, and "
         "little is accepted. With server.host_cores=1 the same server answers twice as many within 100 ms beyond its "
         "capacity. The scorer's model takes a tenth of a core; there the loop and the threads that plan and pack wait "
-        "for each other's turn in the interpreter, and every refusal takes a quarter of what an answer takes. The rows "
+        "for each other's turn in the interpreter, and what refusals take of it is taken from the answers. The rows "
         "have each load, and the other policies, which are far below beyond the capacity.",
     ),
     Miss(

@@ -179,7 +179,8 @@ console.print_json({{"ndcg": [1, None]}})
 
 
 COUNT = """
-import glob, jax
+import glob, jax, os
+for name in ("NPROC", "PJRT_NPROC"): os.environ.pop(name, None)
 from jgr.config import Config, override
 console.size_threads([override(Config(), {setting!r})])
 jax.numpy.ones(3).block_until_ready()
