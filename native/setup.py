@@ -13,8 +13,11 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 X86 = platform.machine() in ("x86_64", "AMD64")
+AVX512 = ["-mavx512f", "-mavx512dq", "-mavx512bw", "-mavx512vl", "-mavx2", "-mfma"]
 FLAGS = {
-    "src/avx512.cc": ["-mavx512f", "-mavx512dq", "-mavx512bw", "-mavx512vl", "-mavx2", "-mfma"],
+    # GCC 12's own header of intrinsics is warned of.
+    "src/amx.cc": [*AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16", "-Wno-maybe-uninitialized"],
+    "src/avx512.cc": AVX512,
     "src/avx2.cc": ["-mavx2", "-mfma"],
 }
 COMMON = [
@@ -48,7 +51,14 @@ setup(
             "jgr_native._kernels",
             ["src/handlers.cc", "src/generic.cc", *(FLAGS if X86 else ())],
             include_dirs=["src"],
-            depends=["src/kernels.h", "src/kernels.inc", "src/beams.inc", "src/parallel.h"],
+            depends=[
+                "src/kernels.h",
+                "src/kernels.inc",
+                "src/vectors.inc",
+                "src/blocks.inc",
+                "src/beams.inc",
+                "src/parallel.h",
+            ],
             extra_compile_args=[*COMMON, "-isystem", jax.ffi.include_dir()],
             language="c++",
         )

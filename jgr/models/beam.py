@@ -32,6 +32,7 @@ from jgr.models.generators import GeneratorConfig, GeneratorParams, generator
 from jgr.ops.constrained_topk import BeamStep, StepFilter, TreeLevel, constrained_topk, packed_capacity
 from jgr.ops.constrained_topk.children import legal_words, nodes_of
 from jgr.ops.constrained_topk.xla import columns, largest_legal, legal_logsumexp
+from jgr.ops.token_logits import token_logits
 
 Normalize = Literal["valid", "full"]
 MIN_CLASS = 64
@@ -177,7 +178,7 @@ def _normalizer(
 
 
 def _level_logits(tables: CatalogTables, level: int, hidden: jax.Array) -> jax.Array:
-    return jnp.einsum("bwd,vd->bwv", hidden, tables.head[level], preferred_element_type=jnp.float32)
+    return token_logits(hidden, tables.head[level])
 
 
 @functools.partial(jax.jit, static_argnames=("cfg", "width", "normalize", "approximate", "levels"))

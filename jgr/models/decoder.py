@@ -32,6 +32,7 @@ from jgr.models.kv import BeamKV, CachedKV, ContextKV
 from jgr.models.native_layers import native_weights
 from jgr.models.params import Spec, over_layers
 from jgr.models.rope import RopeScaling, rope, rope_frequencies
+from jgr.models.words import as_bits, from_bits
 from jgr.ops import split
 from jgr.ops.beam_attention import beam_attention
 from jgr.ops.decoder_layer import attention_inputs, layer_output
@@ -40,6 +41,7 @@ from jgr.ops.dispatch import target_platform
 from jgr.ops.rms_norm import rms_norm
 from jgr.ops.segment_attention import Causal, Context, segment_attention
 from jgr.ops.segment_attention.visibility import spell_out
+from jgr.ops.token_logits import token_logits
 from jgr.prompt.layouts import CAUSAL, Layout, Tokens
 
 ONE_BY_ONE_PROMPTS, ONE_BY_ONE_TOKENS = 4, 512
@@ -269,8 +271,12 @@ def prefill(
         seen = Tokens(*(jnp.concatenate(pair, 1) for pair in twice))
     keys = None if key is None else jax.random.split(key, (cfg.layers + 1, 2))
     is_everything = read is None or read.shape[1] >= tokens.shape[1]
-    native = native_weights(params.layers, tokens) if dropout is None and attention == "auto" else None
-    real = None if native is None else _real(described, seen_by, tokens.shape[1])
+    native = narrow = real = None
+    if dropout is None and attention == "auto":
+        native = native_weights(params.layers, tokens, cfg.head_dim)
+    if native is not None:
+        real = _real(described, seen_by, tokens.shape[1])
+        narrow = None if read is None else native_weights(params.layers, read, cfg.head_dim)
 
     def drop(x: jax.Array, dropout_key: jax.Array | None) -> jax.Array:
         return x if dropout is None or dropout_key is None else dropout(x, dropout_key)
@@ -294,7 +300,7 @@ def prefill(
     ) -> tuple[jax.Array, Any]:
         """A layer whose queries are those tokens of h that `asked` keeps. xs: the layer, its keys, its number."""
         layer, layer_keys, number = xs
-        fused = None if native is None or asked is not whole else native[1]
+        fused = native if asked is whole else narrow
         is_plain = fused is None and not isinstance(layer, JoinedLayer)
         context = None if before is None else Context(*before.of_layer(number), before.tokens)
         attention_key, mlp_key = (None, None) if layer_keys is None else (layer_keys[0], layer_keys[1])
@@ -302,16 +308,8 @@ def prefill(
             h, (q, k, v) = asked(h), inputs(h, layer, number, asked)
             all_k, all_v = (x if seen is None else jnp.concatenate([x, x], 2) for x in (k, v))
             if isinstance(attention, str):
-                out = segment_attention(
-                    q,
-                    all_k,
-                    all_v,
-                    queries,
-                    asked(layout),
-                    keys=of_keys,
-                    context=context,
-                    implementation=attention,
-                )
+                given: Any = q, all_k, all_v, queries, asked(layout)
+                out = segment_attention(*given, keys=of_keys, context=context, implementation=attention)
             else:
                 out = attention(q, k, v, queries, layout)
             out = out.reshape(*h.shape[:-1], -1)
@@ -321,10 +319,12 @@ def prefill(
             if is_plain:
                 h = h + drop(_mlp(cfg, layer, h), mlp_key)
             elif fused is not None:
-                h = layer_output(h, out, fused, number, eps=cfg.norm_eps, real=real)
+                is_real = real if asked is whole else None
+                h = layer_output(h, out, fused[1], number, eps=cfg.norm_eps, real=is_real)
             else:
                 h = joined_layers.output(layer, h, out, cfg.norm_eps)
-        return h, (k, v, h if keep_layers else None)
+        left = k, v, h if keep_layers else None
+        return h, left if native is None else jax.tree.map(as_bits, left)
 
     def inputs(
         h: jax.Array, layer: LayerParams | JoinedLayer, number: jax.Array, asked: Callable[[Any], Any]
@@ -334,6 +334,8 @@ def prefill(
             given = h, native[0], number, cos, sin
             sizes: Any = {"eps": cfg.norm_eps, "head": cfg.head_dim}
             q, k, v = attention_inputs(*given, **sizes, queries=asked is whole, real=real)
+            if q is None and narrow is not None:
+                q = attention_inputs(asked(h), narrow[0], number, asked(cos), asked(sin), **sizes)[0]
             if q is not None:
                 return q, k, v
         if isinstance(layer, JoinedLayer):
@@ -357,6 +359,7 @@ def prefill(
             which=layers,
             last=None if is_everything else last_step,
         )
+        k, v, kept = jax.tree.map(lambda x: from_bits(x, h.dtype), (k, v, kept))
         h = of_read(h) if is_everything and read is not None else h
         return Prefill(rms_norm(h, params.norm, cfg.norm_eps), ContextKV(k, v), kept)
 
@@ -395,7 +398,7 @@ def decode(
     start = lengths if start is None else start
     positions = jnp.broadcast_to((start + len(beams.k))[:, None], tokens.shape)
     turn = rotations(cfg, positions)
-    native = native_weights(params.layers, tokens)
+    native = native_weights(params.layers, tokens, cfg.head_dim)
 
     def layer_step(
         h: jax.Array, xs: tuple[LayerParams | JoinedLayer, ContextKV, BeamKV, jax.Array]
@@ -420,7 +423,7 @@ def decode(
                 h = h + dense(out, layer.wo)
         with jax.named_scope("mlp"):
             if native is not None:
-                return layer_output(h, out, native[1], number, eps=cfg.norm_eps), (k, v)
+                return layer_output(h, out, native[1], number, eps=cfg.norm_eps), (as_bits(k), as_bits(v))
             if isinstance(layer, JoinedLayer):
                 return joined_layers.output(layer, h, out, cfg.norm_eps), (k, v)
             return h + _mlp(cfg, layer, h), (k, v)
@@ -428,12 +431,12 @@ def decode(
     with jax.named_scope("decode"):
         given_layers = params.layers, context, beams, jnp.arange(cfg.layers)
         h, new = over_layers(layer_step, split.rows(params.embed, tokens), *given_layers)
-        return rms_norm(h, params.norm, cfg.norm_eps), beams.plus(*new)
+        return rms_norm(h, params.norm, cfg.norm_eps), beams.plus(*(from_bits(x, h.dtype) for x in new))
 
 
 def logits(params: DecoderParams, hidden: jax.Array) -> jax.Array:
     """[..., D] -> [..., V] float32."""
-    return jnp.einsum("...d,vd->...v", hidden, params.output_rows, preferred_element_type=jnp.float32)
+    return token_logits(hidden, params.output_rows)
 
 
 class State(NamedTuple):
@@ -454,13 +457,14 @@ def begin(
         last, context = _prompt(params, cfg, tokens, lengths)
         return last, State(context, lengths)
 
-    def read(context: ContextKV, row: jax.Array) -> tuple[ContextKV, jax.Array]:
+    def read(kept: list[jax.Array], row: jax.Array) -> tuple[list[jax.Array], jax.Array]:
         last, one = _prompt(params, cfg, tokens[row][None], lengths[row][None])
-        return ContextKV(*(x.at[:, row].set(new[:, 0]) for x, new in zip(context, one, strict=True))), last[0]
+        return [x.at[:, row].set(as_bits(new)[:, 0]) for x, new in zip(kept, one, strict=True)], last[0]
 
-    empty = jnp.zeros((cfg.layers, batch, cfg.kv_heads, count, cfg.head_dim), params.embed.dtype)
-    context, last = jax.lax.scan(read, ContextKV(empty, empty), jnp.arange(batch))
-    return last, State(context, lengths)
+    dtype = params.embed.dtype
+    empty = as_bits(jnp.zeros((cfg.layers, batch, cfg.kv_heads, count, cfg.head_dim), dtype))
+    kept, last = jax.lax.scan(read, [empty, empty], jnp.arange(batch))
+    return last, State(ContextKV(*(from_bits(x, dtype) for x in kept)), lengths)
 
 
 def _prompt(

@@ -54,6 +54,19 @@ def as_words(numbers: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(numbers, jnp.uint32)
 
 
+def as_bits(numbers: jax.Array) -> jax.Array:
+    """The uint16 that stand for bfloat16 numbers; other numbers as they are. Has no gradient.
+
+    XLA for CPUs makes float32 of a whole bfloat16 array, and bfloat16 of that, to write a part of it.
+    """
+    return lax.bitcast_convert_type(numbers, jnp.uint16) if numbers.dtype == jnp.bfloat16 else numbers
+
+
+def from_bits(bits: jax.Array, dtype: Any) -> jax.Array:
+    """The numbers of a dtype that `as_bits` saw."""
+    return lax.bitcast_convert_type(bits, dtype) if bits.dtype != dtype else bits
+
+
 def read(array: jax.Array, page: jax.Array, word: jax.Array, count: int) -> jax.Array:
     """Gather runs [..., count] uint32 of an array [pages, words] from these places [...] on.
 

@@ -19,21 +19,32 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-INTERFACE = 4
+INTERFACE = 5
 """The calls that this version of jgr makes; the library must have the same number."""
-CALLS = ("attention", "beam_attention", "inputs", "output")
-COLUMNS = 64
-"""The most columns of a panel of packed weights, over all instruction sets; see `packed_size`."""
+TYPES = ("float32", "bfloat16")
+CALLS = dict.fromkeys(("attention", "beam_attention", "inputs", "output"), TYPES) | {
+    "token_logits": TYPES[1:]
+}
+"""The calls of the library, each with the types of its arrays."""
+COLUMNS, DEPTH = 64, {"float32": 1, "bfloat16": 32}
+"""Packed weights have panels of so many columns at most, over all instruction sets, and a multiple of so many rows; see
+`packed_size`."""
+KEYS = 96
+"""The keys of a block of attention; see `arranged_size`."""
+HEAD = 32
+"""Heads in bfloat16 have a multiple of so many numbers."""
 
 _log = logging.getLogger(__name__)
 _wanted = True
 
 
 class Library(NamedTuple):
-    """kernels: the instruction set in use, "" without a library. problem: why there is none, "" with one."""
+    """kernels: the instruction sets in use, such as "avx512" or "avx512+amx", "" without a library. problem: why there
+    is none, "" with one. types: of TYPES, those that it computes in on this processor."""
 
     kernels: str
     problem: str
+    types: tuple[str, ...] = ()
 
 
 @functools.cache
@@ -50,11 +61,15 @@ def library() -> Library:
                 f"jgr-native has interface {package.INTERFACE}, and {INTERFACE} is wanted: install it anew"
             )
         shared = package.library()
-        for call in CALLS:
-            capsule = jax.ffi.pycapsule(shared[f"jgr_native_{call}"])
-            jax.ffi.register_ffi_target(_target(call), capsule, platform="cpu")
-        shared.jgr_native_kernels.restype = ctypes.c_char_p
-        return Library(shared.jgr_native_kernels().decode(), "")
+        for call, types in CALLS.items():
+            for dtype in types:
+                capsule = jax.ffi.pycapsule(shared[f"jgr_native_{call}_{dtype}"])
+                jax.ffi.register_ffi_target(_target(call, dtype), capsule, platform="cpu")
+        names = []
+        for name in (shared.jgr_native_kernels, shared.jgr_native_bfloat16_kernels):
+            name.restype = ctypes.c_char_p
+            names.append(name().decode())
+        return Library("+".join(filter(None, names)), "", TYPES if names[1] else TYPES[:1])
     except (
         Exception
     ) as error:  # of another jaxlib, of another machine, damaged: XLA computes the same without it
@@ -85,25 +100,41 @@ def describe() -> str:
     return f"native-{kernels}" if kernels else "xla"
 
 
-def unusable(*arrays: jax.Array) -> str | None:
-    """Why the library cannot take these arrays, or None."""
-    if any(x.dtype != jnp.float32 for x in arrays):
-        return "the library computes in float32"
-    return library().problem or None
+def unusable(*arrays: jax.Array, head: int) -> str | None:
+    """Why the library cannot take these arrays, of one type, and heads of so many numbers, or None."""
+    if (types := {x.dtype.name for x in arrays}) not in [{name} for name in TYPES]:
+        return f"the library computes in one of {', '.join(TYPES)}, not in {', '.join(sorted(types))}"
+    if library().problem:
+        return library().problem
+    (dtype,) = types
+    if dtype not in library().types:
+        return f"the library has no kernels for {dtype} on this processor"
+    return f"the size of a head is no multiple of {HEAD}" if dtype == "bfloat16" and head % HEAD else None
 
 
-def call(name: str, made: Sequence[tuple[int, ...]], *arrays: jax.Array, **options: Any) -> list[jax.Array]:
-    """The outputs, float32 of shapes `made`, of one of CALLS."""
-    results = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in made]
+def call(
+    name: str, made: Sequence[tuple[int, ...] | jax.ShapeDtypeStruct], *arrays: jax.Array, **options: Any
+) -> list[jax.Array]:
+    """The outputs `made` of one of CALLS: shapes, of the type of the first array where it is not said."""
+    dtype = arrays[0].dtype
+    results = [x if isinstance(x, jax.ShapeDtypeStruct) else jax.ShapeDtypeStruct(x, dtype) for x in made]
     given = {key: np.float32(value) for key, value in options.items()}
-    return list(jax.ffi.ffi_call(_target(name), results)(*arrays, **given))
+    return list(jax.ffi.ffi_call(_target(name, dtype.name), results)(*arrays, **given))
 
 
-def packed_size(*matrices: tuple[int, int]) -> int:
-    """Floats that matrices [rows, columns] take when they are packed into panels."""
-    return sum(rows * -(-columns // COLUMNS) * COLUMNS for rows, columns in matrices)
+def packed_size(dtype: Any, *matrices: tuple[int, int]) -> int:
+    """Numbers that matrices [rows, columns] take when they are packed into panels."""
+    depth = DEPTH[jnp.dtype(dtype).name]
+    return sum(-(-rows // depth) * depth * -(-columns // COLUMNS) * COLUMNS for rows, columns in matrices)
 
 
-def _target(call: str) -> str:
+def arranged_size(values: tuple[int, ...], dtype: Any) -> int:
+    """Numbers that the values [B, K, T, d] of an attention take in the order in which the library multiplies them: none
+    in float32, which takes them as they are."""
+    batch, heads, tokens, dim = values
+    return 0 if dtype == jnp.float32 else batch * heads * -(-tokens // KEYS) * KEYS * dim
+
+
+def _target(call: str, dtype: str) -> str:
     """The name of a call within programs; those on disk name the interface that they were compiled for."""
-    return f"jgr_native_{call}_{INTERFACE}"
+    return f"jgr_native_{call}_{dtype}_{INTERFACE}"

@@ -5,11 +5,18 @@
 #include <atomic>
 #include <cstring>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "kernels.h"
 #include "parallel.h"
 #include "xla/ffi/api/ffi.h"
+
+#if defined(__x86_64__) && defined(__linux__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 namespace ffi = xla::ffi;
 
@@ -19,13 +26,18 @@ namespace {
 using Floats = ffi::Buffer<ffi::F32>;
 using Weights = ffi::AnyBuffer;
 using Ints = ffi::Buffer<ffi::S32>;
-using Made = ffi::ResultBuffer<ffi::F32>;
+template <class Type>
+constexpr ffi::DataType kNumbers = std::is_same_v<Type, Bfloat16> ? ffi::BF16 : ffi::F32;
+template <class Type>
+using Array = ffi::Buffer<kNumbers<Type>>;
+template <class Type>
+using Made = ffi::ResultBuffer<kNumbers<Type>>;
 using Shape = std::vector<int64_t>;
 
-// The tables that this processor can run, the best one first.
-const std::vector<const Kernels*>& runnable() {
-  static const std::vector<const Kernels*> found = [] {
-    std::vector<const Kernels*> there;
+// The tables for floats that this processor can run, the best one first.
+const std::vector<const Kernels<float>*>& runnable() {
+  static const std::vector<const Kernels<float>*> found = [] {
+    std::vector<const Kernels<float>*> there;
 #if defined(__x86_64__)
     __builtin_cpu_init();
     const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
@@ -40,12 +52,41 @@ const std::vector<const Kernels*>& runnable() {
   return found;
 }
 
-std::atomic<const Kernels*> chosen{nullptr};
+// Whether this process may use AMX for bfloat16. Linux wants to be asked, since the tiles of a thread take 8 KB to save.
+bool has_amx() {
+#if defined(__x86_64__) && defined(__linux__)
+  constexpr unsigned kBf16 = 1u << 22, kTile = 1u << 24, kAvx512Bf16 = 1u << 5;
+  unsigned a, b, c, d;
+  if (runnable().front() != &kAvx512 || !__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & (kBf16 | kTile)) != (kBf16 | kTile))
+    return false;
+  if (!__get_cpuid_count(7, 1, &a, &b, &c, &d) || (a & kAvx512Bf16) == 0) return false;
+  constexpr long kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  return syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
+#else
+  return false;
+#endif
+}
 
-// The table in use. A call asks once and keeps it, since packed weights are of one table.
-const Kernels& best() {
-  const Kernels* const found = chosen.load();
-  return found != nullptr ? *found : *runnable().front();
+std::atomic<const Kernels<float>*> chosen{nullptr};
+
+// The table in use, null where there is none. A call asks once and keeps it, since packed weights are of one table.
+template <class Type>
+const Kernels<Type>* best();
+
+template <>
+const Kernels<float>* best() {
+  const Kernels<float>* const found = chosen.load();
+  return found != nullptr ? found : runnable().front();
+}
+
+template <>
+const Kernels<Bfloat16>* best() {
+#if defined(__x86_64__) && defined(__linux__)
+  static const Kernels<Bfloat16>* const found = has_amx() ? &kAmx : nullptr;
+  return found;
+#else
+  return nullptr;
+#endif
 }
 
 std::string text(const Shape& shape) {
@@ -76,11 +117,14 @@ class Check {
   std::string problem_;
 };
 
-int64_t panels(const Kernels& kernels, int64_t columns) { return (columns + kernels.panel - 1) / kernels.panel; }
+constexpr char kNoKernels[] = "this processor has no kernels for this type";
+
+int64_t parts(int64_t count, int64_t size) { return (count + size - 1) / size; }
 
 // ---- attention -------------------------------------------------------------------------------------------------
 
-std::vector<Bounds> bounds_of_keys(const Attention& call, int64_t size) {
+template <class Type>
+std::vector<Bounds> bounds_of_keys(const Attention<Type>& call, int64_t size) {
   constexpr int32_t most = 0x7fffffff;
   std::vector<Bounds> made;
   for (int64_t row = 0; row < call.batch; ++row)
@@ -107,13 +151,41 @@ std::vector<Bounds> bounds_of_keys(const Attention& call, int64_t size) {
   return made;
 }
 
+// Arranges the values v [heads, keys, dim], `at(head)` their first request and `there(head)` how many are there.
+template <class Type, class Requests, class There>
+void arrange(ffi::ThreadPool& pool, const Kernels<Type>& kernels, const Type* v, int64_t heads, int64_t keys, int64_t dim,
+             Requests requests, There there, Type* arranged) {
+  const int64_t size = kernels.key_block, blocks = parts(keys, size);
+  parallel(pool, heads * blocks, [=, &kernels](int64_t item) {
+    const int64_t head = item / blocks, first = item % blocks * size, count = std::min(size, there(head) - first);
+    if (count <= 0) return;
+    const int32_t* const request = requests(head);
+    kernels.arrange(v + (head * keys + first) * dim, request == nullptr ? nullptr : request + first, count, dim,
+                    arranged + item * size * dim);
+  });
+}
+
+// What a kernel wants of an attention besides its shapes, for values [heads, keys, dim].
+template <class Type>
+void check_room(Check& check, const Kernels<Type>& kernels, int64_t heads, int64_t keys, int64_t dim, int64_t arranged) {
+  if (kernels.arrange == nullptr) return;
+  check.that(dim % 32 == 0, "the size of a head must be a multiple of 32")
+      .that(arranged >= heads * parts(keys, kernels.key_block) * kernels.key_block * dim, "arranged is too small");
+}
+
 // queries [6, B, T]: request, segment, order, sees, earlier, lowest. described [4, B, S]: of keys, the kind last.
-ffi::Error attention(ffi::ThreadPool pool, Floats q, Floats k, Floats v, Ints queries, Ints described, Made out) {
+// arranged: working memory.
+template <class Type>
+ffi::Error attention(ffi::ThreadPool pool, Array<Type> q, Array<Type> k, Array<Type> v, Ints queries, Ints described,
+                     Made<Type> out, Made<Type> arranged) {
   Check check;
+  const Kernels<Type>* const found = best<Type>();
+  check.that(found != nullptr, kNoKernels);
   check.that(q.dimensions().size() == 4 && k.dimensions().size() == 4, "q and k must have four dimensions");
   if (check.failed()) return check.error();
   const auto of_q = q.dimensions(), of_k = k.dimensions();
-  Attention call{};
+  const Kernels<Type>& kernels = *found;
+  Attention<Type> call{};
   call.batch = of_q[0], call.queries = of_q[1], call.heads = of_q[2], call.dim = of_q[3];
   call.kv_heads = of_k[1], call.keys = of_k[2];
   check.is("k", k, {call.batch, call.kv_heads, call.keys, call.dim})
@@ -122,8 +194,10 @@ ffi::Error attention(ffi::ThreadPool pool, Floats q, Floats k, Floats v, Ints qu
       .is("keys", described, {4, call.batch, call.keys})
       .is("out", *out, {call.batch, call.queries, call.heads, call.dim})
       .that(call.kv_heads > 0 && call.heads % call.kv_heads == 0, "heads must be a multiple of kv_heads");
+  check_room(check, kernels, call.batch * call.kv_heads, call.keys, call.dim, arranged->element_count());
   if (check.failed()) return check.error();
   call.q = q.typed_data(), call.k = k.typed_data(), call.v = v.typed_data(), call.out = out->typed_data();
+  call.arranged = arranged->typed_data();
   const int32_t* at = queries.typed_data();
   const int64_t tokens = call.batch * call.queries;
   call.q_request = at, call.q_segment = at + tokens, call.q_order = at + 2 * tokens;
@@ -132,10 +206,14 @@ ffi::Error attention(ffi::ThreadPool pool, Floats q, Floats k, Floats v, Ints qu
   const int64_t keys = call.batch * call.keys;
   call.k_request = at, call.k_segment = at + keys, call.k_order = at + 2 * keys, call.k_kind = at + 3 * keys;
 
-  const Kernels& kernels = best();
+  if (kernels.arrange != nullptr)
+    arrange(
+        pool, kernels, call.v, call.batch * call.kv_heads, call.keys, call.dim,
+        [call](int64_t head) { return call.k_request + head / call.kv_heads * call.keys; },
+        [call](int64_t) { return call.keys; }, arranged->typed_data());
   const std::vector<Bounds> bounds = bounds_of_keys(call, kernels.key_block);
   call.key_bounds = bounds.data();
-  const int64_t blocks = panels(kernels, call.queries * (call.heads / call.kv_heads));
+  const int64_t blocks = parts(call.queries * (call.heads / call.kv_heads), kernels.lanes);
   const int64_t heads = call.batch * call.kv_heads;
   // The last blocks of a prompt see most; those first, so that the threads end together.
   parallel(pool, heads * blocks, [call, blocks, &kernels](int64_t item) {
@@ -146,14 +224,19 @@ ffi::Error attention(ffi::ThreadPool pool, Floats q, Floats k, Floats v, Ints qu
 }
 
 // q [B, W, H, d]; k, v [B, K, T, d], of which lengths [B] tokens are real; own_k, own_v [B, S, W, K, d]; ancestors
-// [B, S, W]; widths [B], the beams of each request.
-ffi::Error beam_attention(ffi::ThreadPool pool, Floats q, Floats k, Floats v, Ints lengths, Floats own_k, Floats own_v,
-                          Ints ancestors, Ints widths, Made out) {
+// [B, S, W]; widths [B], the beams of each request. arranged: as above.
+template <class Type>
+ffi::Error beam_attention(ffi::ThreadPool pool, Array<Type> q, Array<Type> k, Array<Type> v, Ints lengths,
+                          Array<Type> own_k, Array<Type> own_v, Ints ancestors, Ints widths, Made<Type> out,
+                          Made<Type> arranged) {
   Check check;
+  const Kernels<Type>* const found = best<Type>();
+  check.that(found != nullptr, kNoKernels);
   check.that(q.dimensions().size() == 4 && k.dimensions().size() == 4 && own_k.dimensions().size() == 5,
              "q and k must have four dimensions, own_k five");
   if (check.failed()) return check.error();
-  BeamAttention call{};
+  const Kernels<Type>& kernels = *found;
+  BeamAttention<Type> call{};
   call.batch = q.dimensions()[0], call.width = q.dimensions()[1], call.heads = q.dimensions()[2];
   call.dim = q.dimensions()[3], call.kv_heads = k.dimensions()[1], call.tokens = k.dimensions()[2];
   call.slots = own_k.dimensions()[1];
@@ -168,13 +251,20 @@ ffi::Error beam_attention(ffi::ThreadPool pool, Floats q, Floats k, Floats v, In
       .is("out", *out, {call.batch, call.width, call.heads, call.dim})
       .that(call.slots > 0, "there must be a slot")
       .that(call.kv_heads > 0 && call.heads % call.kv_heads == 0, "heads must be a multiple of kv_heads");
+  check_room(check, kernels, call.batch * call.kv_heads, call.tokens, call.dim, arranged->element_count());
   if (check.failed()) return check.error();
   call.q = q.typed_data(), call.k = k.typed_data(), call.v = v.typed_data(), call.out = out->typed_data();
+  call.arranged = arranged->typed_data();
   call.own_k = own_k.typed_data(), call.own_v = own_v.typed_data(), call.lengths = lengths.typed_data();
   call.ancestors = ancestors.typed_data(), call.widths = widths.typed_data();
 
-  const Kernels& kernels = best();
-  const int64_t blocks = panels(kernels, call.width * (call.heads / call.kv_heads));
+  if (kernels.arrange != nullptr)
+    arrange(
+        pool, kernels, call.v, call.batch * call.kv_heads, call.tokens, call.dim,
+        [](int64_t) -> const int32_t* { return nullptr; },
+        [call](int64_t head) { return std::min<int64_t>(call.lengths[head / call.kv_heads], call.tokens); },
+        arranged->typed_data());
+  const int64_t blocks = parts(call.width * (call.heads / call.kv_heads), kernels.lanes);
   parallel(pool, call.batch * call.kv_heads * blocks, [call, blocks, &kernels](int64_t item) {
     const int64_t head = item / blocks;
     kernels.attend_beams(call, head / call.kv_heads, head % call.kv_heads, item % blocks, room(kernels.beams_room(call)));
@@ -185,22 +275,26 @@ ffi::Error beam_attention(ffi::ThreadPool pool, Floats q, Floats k, Floats v, In
 // ---- matmuls ---------------------------------------------------------------------------------------------------
 
 // A stack of matrices [layers, rows, columns], of which one is packed into panels.
+template <class Type>
 struct Matrix {
   Stored from;
   int64_t rows, columns;
-  float* to;
+  Type* to;
 
-  int64_t size(const Kernels& kernels) const { return panels(kernels, columns) * kernels.panel * rows; }
+  int64_t size(const Kernels<Type>& kernels) const {
+    return parts(columns, kernels.panel) * kernels.panel * parts(rows, kernels.depth) * kernels.depth;
+  }
 };
 
-void pack(ffi::ThreadPool& pool, const Kernels& kernels, const std::vector<Matrix>& matrices) {
+template <class Type>
+void pack(ffi::ThreadPool& pool, const Kernels<Type>& kernels, const std::vector<Matrix<Type>>& matrices) {
   struct Item {
-    const Matrix* matrix;
+    const Matrix<Type>* matrix;
     int64_t panel;
   };
   std::vector<Item> items;
-  for (const Matrix& matrix : matrices)
-    for (int64_t panel = 0; panel < panels(kernels, matrix.columns); ++panel) items.push_back({&matrix, panel});
+  for (const Matrix<Type>& matrix : matrices)
+    for (int64_t panel = 0; panel < parts(matrix.columns, kernels.panel); ++panel) items.push_back({&matrix, panel});
   parallel(pool, static_cast<int64_t>(items.size()), [&items, &kernels](int64_t i) {
     const auto& [matrix, panel] = items[i];
     kernels.pack(matrix->from, matrix->rows, matrix->columns, panel, matrix->to);
@@ -209,14 +303,14 @@ void pack(ffi::ThreadPool& pool, const Kernels& kernels, const std::vector<Matri
 
 constexpr int64_t kRows = 96;  // about as many rows as a core's cache holds with a layer's activations
 
-// run(first, rows) for ranges of all rows, as many for each thread.
+// run(first, rows) for ranges of all rows, as many for each thread and each a multiple of `tile`.
 template <class Run>
-void over_rows(ffi::ThreadPool& pool, int64_t rows, Run run) {
+void over_rows(ffi::ThreadPool& pool, int64_t rows, int64_t tile, Run run) {
   if (rows == 0) return;
   const int64_t threads = std::max<int64_t>(pool.num_threads(), 1);
-  const int64_t ranges = ((rows + kRows - 1) / kRows + threads - 1) / threads * threads;
-  const int64_t size = ((rows + ranges - 1) / ranges + kRowTile - 1) / kRowTile * kRowTile;
-  parallel(pool, (rows + size - 1) / size, [=](int64_t i) { run(i * size, std::min(size, rows - i * size)); });
+  const int64_t ranges = parts(parts(rows, kRows), threads) * threads;
+  const int64_t size = parts(parts(rows, ranges), tile) * tile;
+  parallel(pool, parts(rows, size), [=](int64_t i) { run(i * size, std::min(size, rows - i * size)); });
 }
 
 // The places of the tokens that are there, of real [B, T].
@@ -229,65 +323,73 @@ std::vector<int64_t> places_of(const Ints& real) {
 }
 
 // Zeros for the tokens that are not there: to [B, groups, T, size] or, with one group, [B, T, size].
-void clear_others(const Ints& real, float* to, int64_t groups, int64_t size) {
+template <class Type>
+void clear_others(const Ints& real, Type* to, int64_t groups, int64_t size) {
   const int64_t batch = real.dimensions()[0], tokens = real.dimensions()[1];
   for (int64_t row = 0; row < batch; ++row)
     for (int64_t token = 0; token < tokens; ++token)
       if (real.typed_data()[row * tokens + token] == 0)
         for (int64_t group = 0; group < groups; ++group)
-          std::fill_n(to + ((row * groups + group) * tokens + token) * size, size, 0.0f);
+          std::fill_n(to + ((row * groups + group) * tokens + token) * size, size, Type{});
 }
 
-const float* layer_of(const Floats& stack, int64_t layer) {
+template <class Stack>
+auto layer_of(const Stack& stack, int64_t layer) {
   return stack.typed_data() + layer * (stack.element_count() / stack.dimensions()[0]);
 }
 
-// The type of a stack of matrices, or kFloat for what `check_matrix` refuses.
-Number type_of(const Weights& stack) {
-  return stack.element_type() == ffi::S8 ? Number::kInt8 : stack.element_type() == ffi::U8 ? Number::kFp8 : Number::kFloat;
-}
-
-// A layer's matrix of a stack [L, rows, columns]: floats; or int8, or the bits of fp8 as uint8, with scale [L, columns].
+// A layer's matrix of a stack [L, rows, columns]: numbers of Type; or int8, or the bits of fp8 as uint8, with scale
+// [L, columns].
+template <class Type>
 Stored matrix_of(const Weights& stack, const Floats& scale, int64_t layer) {
-  const Number type = type_of(stack);
-  const int64_t size = stack.element_count() / stack.dimensions()[0] * (type == Number::kFloat ? sizeof(float) : 1);
+  const auto type = stack.element_type();
+  const bool same = type != ffi::S8 && type != ffi::U8;
+  const int64_t size = stack.element_count() / stack.dimensions()[0] * (same ? sizeof(Type) : 1);
   const char* const numbers = static_cast<const char*>(stack.untyped_data()) + layer * size;
-  return {numbers, type, type == Number::kFloat ? nullptr : layer_of(scale, layer)};
+  if (same) return {numbers, Number::kSame, nullptr};
+  return {numbers, type == ffi::S8 ? Number::kInt8 : Number::kFp8, layer_of(scale, layer)};
 }
 
+template <class Type>
 void check_matrix(Check& check, const char* name, const Weights& stack, const Floats& scale, const Shape& shape) {
   const auto type = stack.element_type();
+  const bool same = type == kNumbers<Type>;
   check.is(name, stack, shape)
-      .that(type == ffi::F32 || type == ffi::S8 || type == ffi::U8, "matrices must be of F32, S8 or U8")
-      .is("the scale of a matrix", scale, {shape[0], type == ffi::F32 ? 0 : shape[2]});
+      .that(same || type == ffi::S8 || type == ffi::U8, "matrices must be of the type of h, S8 or U8")
+      .is("the scale of a matrix", scale, {shape[0], same ? 0 : shape[2]});
 }
 
-const float* if_there(const Floats& stack, int64_t layer) {
+template <class Stack>
+auto if_there(const Stack& stack, int64_t layer) {
   return stack.dimensions()[1] == 0 ? nullptr : layer_of(stack, layer);
 }
 
 // h [B, T, D]; real [B, T]: 0 for padding, which is not computed. Weights are stacks [L, ...], of which the one of
 // `number` is meant; biases and the norms of heads have a size of 0 where there are none. queries = false: q [B, T, 0, d]
 // is not computed. packed: working memory.
-ffi::Error inputs(ffi::ThreadPool pool, Floats h, Ints real, Ints number, Floats cos, Floats sin, Floats norm, Weights wq, Weights wk,
-                  Weights wv, Floats q_scale, Floats k_scale, Floats v_scale, Floats bq, Floats bk, Floats bv,
-                  Floats q_norm, Floats k_norm, Made q, Made k, Made v, Made packed, float eps) {
+template <class Type>
+ffi::Error inputs(ffi::ThreadPool pool, Array<Type> h, Ints real, Ints number, Floats cos, Floats sin, Array<Type> norm,
+                  Weights wq, Weights wk, Weights wv, Floats q_scale, Floats k_scale, Floats v_scale, Array<Type> bq,
+                  Array<Type> bk, Array<Type> bv, Array<Type> q_norm, Array<Type> k_norm, Made<Type> q, Made<Type> k,
+                  Made<Type> v, Made<Type> packed, float eps) {
+  const Kernels<Type>* const found = best<Type>();
   Check check;
   check.that(h.dimensions().size() == 3 && q->dimensions().size() == 4 && k->dimensions().size() == 4 &&
                  norm.dimensions().size() == 2 && number.element_count() == 1,
-             "h, q, k, norm or number has another number of dimensions");
-  for (const Floats* each : {&bq, &bk, &bv, &q_norm, &k_norm})
+             "h, q, k, norm or number has another number of dimensions")
+      .that(found != nullptr, kNoKernels);
+  for (const Array<Type>* each : {&bq, &bk, &bv, &q_norm, &k_norm})
     check.that(each->dimensions().size() == 2, "biases and norms must have two dimensions");
   if (check.failed()) return check.error();
   const int64_t batch = h.dimensions()[0], tokens = h.dimensions()[1], hidden = h.dimensions()[2];
   const int64_t heads = q->dimensions()[2], kv_heads = k->dimensions()[1], dim = k->dimensions()[3];
   const int64_t layers = norm.dimensions()[0], layer = number.typed_data()[0];
-  const auto optional = [&](const char* name, const Floats& x, int64_t size) {
+  const auto optional = [&](const char* name, const Array<Type>& x, int64_t size) {
     check.is(name, x, {layers, x.dimensions()[1] == 0 ? 0 : size});
   };
-  check_matrix(check, "wq", wq, q_scale, {layers, hidden, heads * dim});
-  check_matrix(check, "wk", wk, k_scale, {layers, hidden, kv_heads * dim});
-  check_matrix(check, "wv", wv, v_scale, {layers, hidden, kv_heads * dim});
+  check_matrix<Type>(check, "wq", wq, q_scale, {layers, hidden, heads * dim});
+  check_matrix<Type>(check, "wk", wk, k_scale, {layers, hidden, kv_heads * dim});
+  check_matrix<Type>(check, "wv", wv, v_scale, {layers, hidden, kv_heads * dim});
   check.is("norm", norm, {layers, hidden})
       .is("real", real, {batch, tokens})
       .is("cos", cos, {batch, tokens, 1, dim / 2})
@@ -296,21 +398,22 @@ ffi::Error inputs(ffi::ThreadPool pool, Floats h, Ints real, Ints number, Floats
       .is("k", *k, {batch, kv_heads, tokens, dim})
       .is("v", *v, {batch, kv_heads, tokens, dim})
       .that(layer >= 0 && layer < layers, "number must be that of a layer")
-      .that(dim > 0 && dim % 2 == 0, "the size of a head must be even");
+      .that(dim > 0 && dim % 2 == 0, "the size of a head must be even")
+      .that(found->arrange == nullptr || dim % 32 == 0, "the size of a head must be a multiple of 32");
   optional("bq", bq, heads * dim), optional("bk", bk, kv_heads * dim), optional("bv", bv, kv_heads * dim);
   optional("q_norm", q_norm, dim), optional("k_norm", k_norm, dim);
   if (check.failed()) return check.error();
 
-  const Kernels& kernels = best();
-  float* memory = packed->typed_data();
-  Matrix of_q{matrix_of(wq, q_scale, layer), hidden, heads * dim, memory};
-  Matrix of_k{matrix_of(wk, k_scale, layer), hidden, kv_heads * dim, of_q.to + of_q.size(kernels)};
-  Matrix of_v{matrix_of(wv, v_scale, layer), hidden, kv_heads * dim, of_k.to + of_k.size(kernels)};
+  const Kernels<Type>& kernels = *found;
+  Type* memory = packed->typed_data();
+  Matrix<Type> of_q{matrix_of<Type>(wq, q_scale, layer), hidden, heads * dim, memory};
+  Matrix<Type> of_k{matrix_of<Type>(wk, k_scale, layer), hidden, kv_heads * dim, of_q.to + of_q.size(kernels)};
+  Matrix<Type> of_v{matrix_of<Type>(wv, v_scale, layer), hidden, kv_heads * dim, of_k.to + of_k.size(kernels)};
   check.that(of_v.to + of_v.size(kernels) - memory <= static_cast<int64_t>(packed->element_count()), "packed is too small");
   if (check.failed()) return check.error();
-  pack(pool, kernels, {of_q, of_k, of_v});
+  pack<Type>(pool, kernels, {of_q, of_k, of_v});
 
-  Inputs call{};
+  Inputs<Type> call{};
   call.h = h.typed_data(), call.norm = layer_of(norm, layer), call.cos = cos.typed_data(), call.sin = sin.typed_data();
   call.packed_q = of_q.to, call.packed_k = of_k.to, call.packed_v = of_v.to;
   call.bias_q = if_there(bq, layer), call.bias_k = if_there(bk, layer), call.bias_v = if_there(bv, layer);
@@ -322,28 +425,31 @@ ffi::Error inputs(ffi::ThreadPool pool, Floats h, Ints real, Ints number, Floats
   call.places = places.data();
   if (heads > 0) clear_others(real, call.q, 1, heads * dim);
   clear_others(real, call.k, kv_heads, dim), clear_others(real, call.v, kv_heads, dim);
-  over_rows(pool, static_cast<int64_t>(places.size()), [call, &kernels](int64_t first, int64_t rows) {
+  over_rows(pool, static_cast<int64_t>(places.size()), kernels.row_tile, [call, &kernels](int64_t first, int64_t rows) {
     kernels.inputs(call, first, rows, room(kernels.inputs_room(call, rows)));
   });
   return ffi::Error::Success();
 }
 
 // h [B, T, D], attended [B, T, H * d], real as above; weights are stacks [L, ...]. packed: working memory.
-ffi::Error output(ffi::ThreadPool pool, Floats h, Floats attended, Ints real, Ints number, Weights wo, Floats norm,
-                  Weights gate, Weights up, Weights down, Floats o_scale, Floats gate_scale, Floats up_scale,
-                  Floats down_scale, Made out, Made packed, float eps) {
+template <class Type>
+ffi::Error output(ffi::ThreadPool pool, Array<Type> h, Array<Type> attended, Ints real, Ints number, Weights wo,
+                  Array<Type> norm, Weights gate, Weights up, Weights down, Floats o_scale, Floats gate_scale,
+                  Floats up_scale, Floats down_scale, Made<Type> out, Made<Type> packed, float eps) {
+  const Kernels<Type>* const found = best<Type>();
   Check check;
   check.that(h.dimensions().size() == 3 && wo.dimensions().size() == 3 && gate.dimensions().size() == 3 &&
                  number.element_count() == 1,
-             "h, wo, gate or number has another number of dimensions");
+             "h, wo, gate or number has another number of dimensions")
+      .that(found != nullptr, kNoKernels);
   if (check.failed()) return check.error();
   const int64_t batch = h.dimensions()[0], tokens = h.dimensions()[1], hidden = h.dimensions()[2];
   const int64_t layers = wo.dimensions()[0], inner = wo.dimensions()[1], mlp = gate.dimensions()[2];
   const int64_t layer = number.typed_data()[0];
-  check_matrix(check, "wo", wo, o_scale, {layers, inner, hidden});
-  check_matrix(check, "gate", gate, gate_scale, {layers, hidden, mlp});
-  check_matrix(check, "up", up, up_scale, {layers, hidden, mlp});
-  check_matrix(check, "down", down, down_scale, {layers, mlp, hidden});
+  check_matrix<Type>(check, "wo", wo, o_scale, {layers, inner, hidden});
+  check_matrix<Type>(check, "gate", gate, gate_scale, {layers, hidden, mlp});
+  check_matrix<Type>(check, "up", up, up_scale, {layers, hidden, mlp});
+  check_matrix<Type>(check, "down", down, down_scale, {layers, mlp, hidden});
   check.is("attended", attended, {batch, tokens, inner})
       .is("real", real, {batch, tokens})
       .is("norm", norm, {layers, hidden})
@@ -351,26 +457,60 @@ ffi::Error output(ffi::ThreadPool pool, Floats h, Floats attended, Ints real, In
       .that(layer >= 0 && layer < layers, "number must be that of a layer");
   if (check.failed()) return check.error();
 
-  const Kernels& kernels = best();
-  float* memory = packed->typed_data();
-  Matrix of_o{matrix_of(wo, o_scale, layer), inner, hidden, memory};
-  Matrix of_gate{matrix_of(gate, gate_scale, layer), hidden, mlp, of_o.to + of_o.size(kernels)};
-  Matrix of_up{matrix_of(up, up_scale, layer), hidden, mlp, of_gate.to + of_gate.size(kernels)};
-  Matrix of_down{matrix_of(down, down_scale, layer), mlp, hidden, of_up.to + of_up.size(kernels)};
+  const Kernels<Type>& kernels = *found;
+  Type* memory = packed->typed_data();
+  Matrix<Type> of_o{matrix_of<Type>(wo, o_scale, layer), inner, hidden, memory};
+  Matrix<Type> of_gate{matrix_of<Type>(gate, gate_scale, layer), hidden, mlp, of_o.to + of_o.size(kernels)};
+  Matrix<Type> of_up{matrix_of<Type>(up, up_scale, layer), hidden, mlp, of_gate.to + of_gate.size(kernels)};
+  Matrix<Type> of_down{matrix_of<Type>(down, down_scale, layer), mlp, hidden, of_up.to + of_up.size(kernels)};
   check.that(of_down.to + of_down.size(kernels) - memory <= static_cast<int64_t>(packed->element_count()),
              "packed is too small");
   if (check.failed()) return check.error();
-  pack(pool, kernels, {of_o, of_gate, of_up, of_down});
+  pack<Type>(pool, kernels, {of_o, of_gate, of_up, of_down});
 
-  Output call{};
+  Output<Type> call{};
   call.h = h.typed_data(), call.attended = attended.typed_data(), call.norm = layer_of(norm, layer);
   call.packed_o = of_o.to, call.packed_gate = of_gate.to, call.packed_up = of_up.to, call.packed_down = of_down.to;
   call.out = out->typed_data(), call.inner = inner, call.hidden = hidden, call.mlp = mlp, call.eps = eps;
   const std::vector<int64_t> places = places_of(real);
   call.places = places.data();
   clear_others(real, call.out, 1, hidden);
-  over_rows(pool, static_cast<int64_t>(places.size()), [call, &kernels](int64_t first, int64_t rows) {
+  over_rows(pool, static_cast<int64_t>(places.size()), kernels.row_tile, [call, &kernels](int64_t first, int64_t rows) {
     kernels.output(call, first, rows, room(kernels.output_room(call, rows)));
+  });
+  return ffi::Error::Success();
+}
+
+// ---- logits ------------------------------------------------------------------------------------------------------
+
+// hidden [n, D], heads [V, D], out [n, V]. arranged: working memory.
+template <class Type>
+ffi::Error logits(ffi::ThreadPool pool, Array<Type> hidden, Array<Type> heads, Made<float> out, Made<Type> arranged) {
+  Check check;
+  const Kernels<Type>* const found = best<Type>();
+  check.that(hidden.dimensions().size() == 2 && heads.dimensions().size() == 2, "hidden and heads must have two dimensions")
+      .that(found != nullptr, kNoKernels);
+  if (check.failed()) return check.error();
+  const Kernels<Type>& kernels = *found;
+  Logits<Type> call{};
+  call.rows = hidden.dimensions()[0], call.dim = hidden.dimensions()[1], call.columns = heads.dimensions()[0];
+  const int64_t panel = kernels.panel, blocks = parts(call.rows, panel);
+  check.is("heads", heads, {call.columns, call.dim})
+      .is("out", *out, {call.rows, call.columns})
+      .that(call.dim % 32 == 0, "the size of hidden states must be a multiple of 32")
+      .that(call.columns >= 16, "there must be 16 heads at least")
+      .that(static_cast<int64_t>(arranged->element_count()) >= blocks * panel * call.dim, "arranged is too small");
+  if (check.failed()) return check.error();
+  const Type* const from = hidden.typed_data();
+  Type* const to = arranged->typed_data();
+  call.heads = heads.typed_data(), call.arranged = to, call.out = out->typed_data();
+  parallel(pool, blocks, [=, &kernels](int64_t block) {
+    const int64_t first = block * panel;
+    kernels.arrange_rows(from + first * call.dim, std::min(panel, call.rows - first), call.dim, to + first * call.dim);
+  });
+  constexpr int64_t kAtOnce = 512;
+  parallel(pool, parts(call.columns, kAtOnce), [=, &kernels](int64_t item) {
+    kernels.logits(call, item * kAtOnce, std::min(kAtOnce, call.columns - item * kAtOnce));
   });
   return ffi::Error::Success();
 }
@@ -380,19 +520,22 @@ ffi::Error output(ffi::ThreadPool pool, Floats h, Floats attended, Ints real, In
 
 #define JGR_EXPORT extern "C" __attribute__((visibility("default")))
 
-JGR_EXPORT XLA_FFI_Error* jgr_native_attention(XLA_FFI_CallFrame*);
-JGR_EXPORT XLA_FFI_Error* jgr_native_beam_attention(XLA_FFI_CallFrame*);
-JGR_EXPORT XLA_FFI_Error* jgr_native_inputs(XLA_FFI_CallFrame*);
-JGR_EXPORT XLA_FFI_Error* jgr_native_output(XLA_FFI_CallFrame*);
 JGR_EXPORT const char* jgr_native_kernels();
+JGR_EXPORT const char* jgr_native_bfloat16_kernels();
 JGR_EXPORT int jgr_native_choose(const char* name);
 
-// The name of the instruction set in use.
-const char* jgr_native_kernels() { return jgr::best().name; }
+// The name of the instruction set in use for floats.
+const char* jgr_native_kernels() { return jgr::best<float>()->name; }
 
-// For tests: use the instruction set of this name; 0 where this processor has it not, and nothing is changed.
+// The same for bfloat16; empty where there is none.
+const char* jgr_native_bfloat16_kernels() {
+  const jgr::Kernels<jgr::Bfloat16>* const found = jgr::best<jgr::Bfloat16>();
+  return found == nullptr ? "" : found->name;
+}
+
+// For tests: use the instruction set of this name for floats; 0 where this processor has it not, and nothing is changed.
 int jgr_native_choose(const char* name) {
-  for (const jgr::Kernels* each : jgr::runnable())
+  for (const auto* each : jgr::runnable())
     if (std::strcmp(each->name, name) == 0) {
       jgr::chosen = each;
       return 1;
@@ -400,27 +543,55 @@ int jgr_native_choose(const char* name) {
   return 0;
 }
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    jgr_native_attention, jgr::attention,
-    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<jgr::Floats>().Arg<jgr::Floats>().Arg<jgr::Floats>().Arg<jgr::Ints>()
-        .Arg<jgr::Ints>().Ret<ffi::Buffer<ffi::F32>>());
+namespace jgr {
+namespace {
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    jgr_native_beam_attention, jgr::beam_attention,
-    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<jgr::Floats>().Arg<jgr::Floats>().Arg<jgr::Floats>().Arg<jgr::Ints>()
-        .Arg<jgr::Floats>().Arg<jgr::Floats>().Arg<jgr::Ints>().Arg<jgr::Ints>().Ret<ffi::Buffer<ffi::F32>>());
+template <class Type>
+auto binding_of_attention() {
+  return ffi::Ffi::Bind().template Ctx<ffi::ThreadPool>().template Arg<Array<Type>>().template Arg<Array<Type>>().template Arg<Array<Type>>().template Arg<Ints>()
+      .template Arg<Ints>().template Ret<Array<Type>>().template Ret<Array<Type>>();
+}
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    jgr_native_inputs, jgr::inputs,
-    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<jgr::Floats>().Arg<jgr::Ints>().Arg<jgr::Ints>().Arg<jgr::Floats>()
-        .Arg<jgr::Floats>().Arg<jgr::Floats>().Arg<jgr::Weights>().Arg<jgr::Weights>().Arg<jgr::Weights>()
-        .Arg<jgr::Floats>().Arg<jgr::Floats>().Arg<jgr::Floats>().Arg<jgr::Floats>().Arg<jgr::Floats>()
-        .Arg<jgr::Floats>().Arg<jgr::Floats>().Arg<jgr::Floats>().Ret<ffi::Buffer<ffi::F32>>()
-        .Ret<ffi::Buffer<ffi::F32>>().Ret<ffi::Buffer<ffi::F32>>().Ret<ffi::Buffer<ffi::F32>>().Attr<float>("eps"));
+template <class Type>
+auto binding_of_beams() {
+  return ffi::Ffi::Bind().template Ctx<ffi::ThreadPool>().template Arg<Array<Type>>().template Arg<Array<Type>>().template Arg<Array<Type>>().template Arg<Ints>()
+      .template Arg<Array<Type>>().template Arg<Array<Type>>().template Arg<Ints>().template Arg<Ints>().template Ret<Array<Type>>().template Ret<Array<Type>>();
+}
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    jgr_native_output, jgr::output,
-    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<jgr::Floats>().Arg<jgr::Floats>().Arg<jgr::Ints>().Arg<jgr::Ints>()
-        .Arg<jgr::Weights>().Arg<jgr::Floats>().Arg<jgr::Weights>().Arg<jgr::Weights>().Arg<jgr::Weights>()
-        .Arg<jgr::Floats>().Arg<jgr::Floats>().Arg<jgr::Floats>().Arg<jgr::Floats>().Ret<ffi::Buffer<ffi::F32>>()
-        .Ret<ffi::Buffer<ffi::F32>>().Attr<float>("eps"));
+template <class Type>
+auto binding_of_inputs() {
+  return ffi::Ffi::Bind().template Ctx<ffi::ThreadPool>().template Arg<Array<Type>>().template Arg<Ints>().template Arg<Ints>().template Arg<Floats>().template Arg<Floats>()
+      .template Arg<Array<Type>>().template Arg<Weights>().template Arg<Weights>().template Arg<Weights>().template Arg<Floats>().template Arg<Floats>().template Arg<Floats>()
+      .template Arg<Array<Type>>().template Arg<Array<Type>>().template Arg<Array<Type>>().template Arg<Array<Type>>().template Arg<Array<Type>>()
+      .template Ret<Array<Type>>().template Ret<Array<Type>>().template Ret<Array<Type>>().template Ret<Array<Type>>().template Attr<float>("eps");
+}
+
+template <class Type>
+auto binding_of_output() {
+  return ffi::Ffi::Bind().template Ctx<ffi::ThreadPool>().template Arg<Array<Type>>().template Arg<Array<Type>>().template Arg<Ints>().template Arg<Ints>()
+      .template Arg<Weights>().template Arg<Array<Type>>().template Arg<Weights>().template Arg<Weights>().template Arg<Weights>().template Arg<Floats>().template Arg<Floats>()
+      .template Arg<Floats>().template Arg<Floats>().template Ret<Array<Type>>().template Ret<Array<Type>>().template Attr<float>("eps");
+}
+
+template <class Type>
+auto binding_of_logits() {
+  return ffi::Ffi::Bind().template Ctx<ffi::ThreadPool>().template Arg<Array<Type>>().template Arg<Array<Type>>()
+      .template Ret<Floats>().template Ret<Array<Type>>();
+}
+
+}  // namespace
+}  // namespace jgr
+
+#define JGR_CALL(name, binding, call, Type)                                    \
+  JGR_EXPORT XLA_FFI_Error* name(XLA_FFI_CallFrame*);                          \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(name, jgr::call<Type>, jgr::binding<Type>())
+
+JGR_CALL(jgr_native_attention_float32, binding_of_attention, attention, float);
+JGR_CALL(jgr_native_attention_bfloat16, binding_of_attention, attention, jgr::Bfloat16);
+JGR_CALL(jgr_native_beam_attention_float32, binding_of_beams, beam_attention, float);
+JGR_CALL(jgr_native_beam_attention_bfloat16, binding_of_beams, beam_attention, jgr::Bfloat16);
+JGR_CALL(jgr_native_inputs_float32, binding_of_inputs, inputs, float);
+JGR_CALL(jgr_native_inputs_bfloat16, binding_of_inputs, inputs, jgr::Bfloat16);
+JGR_CALL(jgr_native_output_float32, binding_of_output, output, float);
+JGR_CALL(jgr_native_output_bfloat16, binding_of_output, output, jgr::Bfloat16);
+JGR_CALL(jgr_native_token_logits_bfloat16, binding_of_logits, logits, jgr::Bfloat16);

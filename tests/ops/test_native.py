@@ -394,11 +394,11 @@ def test_shapes_that_do_not_fit_are_errors() -> None:
         (4, np.zeros((4, 1, 4), np.float32), "S32|dtype"),
         (0, np.zeros((4, 2, 8), np.float32), "four dimensions"),
     ]
-    assert native.call("attention", [q.shape], *good)[0].shape == q.shape
+    assert native.call("attention", [q.shape, (0,)], *good)[0].shape == q.shape
     for at, array, message in wrong:
         given_arrays = [*good[:at], array, *good[at + 1 :]]
         with pytest.raises(Exception, match=message):
-            jax.block_until_ready(native.call("attention", [q.shape], *given_arrays))
+            jax.block_until_ready(native.call("attention", [q.shape, (0,)], *given_arrays))
 
 
 @pytest.mark.parametrize("number", [-1, 3, 2**31 - 1])

@@ -15,14 +15,15 @@ from jgr.ops import native
 from jgr.ops.beam_attention.arguments import Arguments
 
 LEAST_ROWS = 32
-"""With fewer beams times heads of a group most lanes of a panel are empty."""
+"""With fewer beams times heads of a group most lanes of a panel are empty; XLA's bfloat16 is slower even so."""
 
 
 def supports(call: Arguments) -> str | None:
     """Why the form cannot run, or None."""
-    if call.q.shape[1] * call.groups < LEAST_ROWS:
+    if call.q.dtype == jnp.float32 and call.q.shape[1] * call.groups < LEAST_ROWS:
         return f"fewer than {LEAST_ROWS} queries of a key/value head"
-    return native.unusable(call.q, call.context_k, call.context_v, call.beam_k, call.beam_v)
+    arrays = call.q, call.context_k, call.context_v, call.beam_k, call.beam_v
+    return native.unusable(*arrays, head=call.q.shape[-1])
 
 
 def beam_attention(call: Arguments) -> jax.Array:
@@ -33,9 +34,9 @@ def beam_attention(call: Arguments) -> jax.Array:
         ancestors = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (batch, slots, width))
     if widths is None:
         widths = jnp.full(batch, width, jnp.int32)
-    (out,) = native.call(
+    out, _ = native.call(
         "beam_attention",
-        [call.q.shape],
+        [call.q.shape, (native.arranged_size(call.context_v.shape, call.q.dtype),)],
         call.q,
         call.context_k,
         call.context_v,

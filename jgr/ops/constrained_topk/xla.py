@@ -17,6 +17,7 @@ from jgr.ops.constrained_topk import children, select
 from jgr.ops.constrained_topk.children import WORD, Arguments, Nodes, StepFilter, TreeLevel
 from jgr.ops.constrained_topk.reference import Step
 from jgr.ops.exponential import exp_negative
+from jgr.ops.token_logits import token_logits
 
 _PACKED_CHUNK = 2048
 
@@ -64,7 +65,7 @@ def _dense(
 ) -> Step:
     words = head.shape[0] // WORD
     block = min(select.BLOCK, head.shape[0])
-    logits = jnp.einsum("bwd,vd->bwv", hidden, head, preferred_element_type=jnp.float32)
+    logits = token_logits(hidden, head)
     legal = children.legal_words(level, beams.nodes, words)
     maxima = _block_maxima(logits, legal, block)
     norm = beams.normalizer

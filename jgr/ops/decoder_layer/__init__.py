@@ -29,10 +29,11 @@ OF_OUTPUT = (
 )
 
 
-def is_native(shape: tuple[int, ...], weights: InputWeights) -> bool:
-    """Whether "auto" takes the library for h of a shape [B, T, D]: else a decoder's own functions do as well."""
+def is_native(shape: tuple[int, ...], weights: InputWeights, head: int) -> bool:
+    """Whether "auto" takes the library for h of a shape [B, T, D] and heads of so many numbers: else a decoder's own
+    functions do as well."""
     h: Any = jax.ShapeDtypeStruct(shape, weights.norm.dtype)
-    return fits(OF_INPUTS[0], Inputs(h, weights, h, h, h, 0.0, 2)) is None
+    return fits(OF_INPUTS[0], Inputs(h, weights, h, h, h, 0.0, head)) is None
 
 
 def attention_inputs(

@@ -84,7 +84,8 @@ def _inputs(
 ) -> tuple[jax.Array | None, jax.Array, jax.Array]:
     """attention_inputs with each array as an argument of its own. Matrices are scaled to keep the size of h."""
     scaled = {
-        name: x / np.sqrt(h.shape[2]) if name in ("wq", "wk", "wv") else x for name, x in weights.items()
+        name: x / float(np.sqrt(h.shape[2])) if name in ("wq", "wk", "wv") else x
+        for name, x in weights.items()
     }
     given = h, InputWeights(**scaled), jnp.int32(NUMBER), cos, sin
     return attention_inputs(*given, eps=EPS, head=head, real=real, implementation=implementation)
@@ -99,7 +100,7 @@ def _output(
     **weights: jax.Array,
 ) -> jax.Array:
     """layer_output with each array as an argument of its own. Matrices are scaled to keep the size of h."""
-    scaled = {name: x if name == "norm" else x / np.sqrt(x.shape[1]) for name, x in weights.items()}
+    scaled = {name: x if name == "norm" else x / float(np.sqrt(x.shape[1])) for name, x in weights.items()}
     given = h, attended, OutputWeights(**scaled), jnp.int32(NUMBER)
     return layer_output(*given, eps=EPS, real=real, implementation=implementation)
 

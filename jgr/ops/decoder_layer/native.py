@@ -16,17 +16,18 @@ from jgr.ops.decoder_layer.arguments import Inputs, Matrices, Output
 from jgr.ops.quantized import Quantized
 
 LEAST_ROWS = 64
-"""With fewer rows packing costs more than it gains."""
+"""With fewer rows packing costs more than it gains, in float32. In bfloat16 XLA makes float32 of every matrix."""
 
 
 def supports(call: Inputs | Output) -> str | None:
     """Why the form cannot run, or None."""
-    if math.prod(call.h.shape[:2]) < LEAST_ROWS:
+    if call.h.dtype == jnp.float32 and math.prod(call.h.shape[:2]) < LEAST_ROWS:
         return f"fewer than {LEAST_ROWS} rows"
     whole = jax.tree.map(
         lambda w: None if isinstance(w, Quantized) else w, call.weights, is_leaf=_is_quantized
     )
-    return native.unusable(call.h, *jax.tree.leaves(whole))
+    head = call.head if isinstance(call, Inputs) else native.HEAD
+    return native.unusable(call.h, *jax.tree.leaves(whole), head=head)
 
 
 def _real(call: Inputs | Output) -> jax.Array:
@@ -51,13 +52,13 @@ def attention_inputs(call: Inputs) -> tuple[jax.Array | None, jax.Array, jax.Arr
     """See jgr.ops.decoder_layer."""
     w, (batch, tokens, hidden) = call.weights, call.h.shape
     layers = w.norm.shape[0]
-    none = jnp.zeros((layers, 0), jnp.float32)
+    none = jnp.zeros((layers, 0), call.h.dtype)
     wq, bq, q_norm = w.wq, w.bq, w.q_norm
     if not call.wants_queries:
-        wq, bq, q_norm = jnp.zeros((layers, hidden, 0), jnp.float32), None, None
+        wq, bq, q_norm = jnp.zeros((layers, hidden, 0), call.h.dtype), None, None
     heads, kv_heads = wq.shape[2] // call.head, w.wk.shape[2] // call.head
     kv = batch, kv_heads, tokens, call.head
-    room = native.packed_size(*((hidden, matrix.shape[2]) for matrix in (wq, w.wk, w.wv)))
+    room = native.packed_size(call.h.dtype, *((hidden, matrix.shape[2]) for matrix in (wq, w.wk, w.wv)))
     numbers, scales = _stored(wq, w.wk, w.wv)
     q, k, v, _ = native.call(
         "inputs",
@@ -80,7 +81,7 @@ def layer_output(call: Output) -> jax.Array:
     """See jgr.ops.decoder_layer."""
     w = call.weights
     (inner, hidden), mlp = w.wo.shape[1:], w.gate.shape[2]
-    room = native.packed_size((inner, hidden), (hidden, mlp), (hidden, mlp), (mlp, hidden))
+    room = native.packed_size(call.h.dtype, (inner, hidden), (hidden, mlp), (hidden, mlp), (mlp, hidden))
     number = jnp.reshape(call.number, (1,)).astype(jnp.int32)
     (wo, *mlp_numbers), scales = _stored(w.wo, w.gate, w.up, w.down)
     out, _ = native.call(

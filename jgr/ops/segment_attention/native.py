@@ -24,7 +24,7 @@ def supports(call: Arguments) -> str | None:
     arrays = [call.q, call.k, call.v]
     if call.context is not None:
         arrays += [call.context.k, call.context.v]
-    return native.unusable(*arrays)
+    return native.unusable(*arrays, head=call.q.shape[-1])
 
 
 def segment_attention(call: Arguments) -> jax.Array:
@@ -40,7 +40,8 @@ def segment_attention(call: Arguments) -> jax.Array:
         ]
         return jnp.stack(parts)
 
-    (out,) = native.call(
-        "attention", [call.q.shape], call.q, k, v, stacked(queries, lowest=_LEAST), stacked(keys)
+    room = native.arranged_size(v.shape, v.dtype)
+    out, _ = native.call(
+        "attention", [call.q.shape, (room,)], call.q, k, v, stacked(queries, lowest=_LEAST), stacked(keys)
     )
     return out
