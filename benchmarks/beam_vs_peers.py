@@ -91,8 +91,10 @@ class Found(NamedTuple):
 class Ours:
     """jgr's programs for the shapes that are compared, compiled."""
 
-    def __init__(self, folder: Path, catalog: Catalog, shapes: Sequence[tuple[int, int]]) -> None:
-        self._cfg, self._weights = hf.load(folder)
+    def __init__(
+        self, folder: Path, catalog: Catalog, shapes: Sequence[tuple[int, int]], dtype: Any = np.float32
+    ) -> None:
+        self._cfg, self._weights = hf.load(folder, dtype)
         self._sequences = catalog.sequences
         tables = beam.catalog_tables(catalog.tree, catalog.level_tokens, self._weights)
         padded = sorted({(workload.profile(tokens), width) for tokens, width in shapes})

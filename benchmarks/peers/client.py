@@ -110,8 +110,8 @@ class Peer:
         self.close()
 
 
-def start(kind: Kind, folder: Path, threads: int) -> Peer:
-    """Start a peer on a model's folder. Missing says what to install and to set."""
+def start(kind: Kind, folder: Path, threads: int, dtype: str = "float32") -> Peer:
+    """Start a peer on a model's folder, to compute in a type. Missing says what to install and to set."""
     python = os.environ.get(kind.variable, "")
     if not python:
         raise Missing(
@@ -121,7 +121,7 @@ def start(kind: Kind, folder: Path, threads: int) -> Peer:
     if not os.access(python, os.X_OK):
         raise Missing(f"{kind.name}: {kind.variable}={python} is no program")
     note(f"starting {kind.name}")
-    command = [python, "-m", f"benchmarks.peers.{kind.module}", str(folder)]
+    command = [python, "-m", f"benchmarks.peers.{kind.module}", str(folder), dtype]
     return Peer(kind, command, _environment(kind, python), threads)
 
 
@@ -141,12 +141,14 @@ class Present(NamedTuple):
     missing: dict[str, str]
 
 
-def start_all(kinds: tuple[Kind, ...], folder: Path, threads: int, stack: ExitStack) -> Present:
+def start_all(
+    kinds: tuple[Kind, ...], folder: Path, threads: int, stack: ExitStack, dtype: str = "float32"
+) -> Present:
     """Start the peers that there are; they end with `stack`. Missing where there is none."""
     found = Present({}, {})
     for kind in kinds:
         try:
-            found.peers[kind.name] = stack.enter_context(start(kind, folder, threads))
+            found.peers[kind.name] = stack.enter_context(start(kind, folder, threads, dtype))
         except Missing as e:
             found.missing[kind.name] = str(e)
     if not found.peers:

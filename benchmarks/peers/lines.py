@@ -37,6 +37,11 @@ def timed(
             return statistics.median(calls_ms), result
 
 
+def number_type() -> str:
+    """What the command line asks to compute in: "float32" or "bfloat16"."""
+    return sys.argv[2] if len(sys.argv) > 2 else "float32"
+
+
 def serve(load: Callable[[str], Callable[[Message], Message]], packages: tuple[str, ...]) -> None:
     """Load from the folder that the command line names, then answer until stdin ends.
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OpenVINO GenAI: one output token with paged attention, float32 for compute and for the KV cache.
+"""OpenVINO GenAI: one output token with paged attention; compute and the KV cache in float32, or in bfloat16.
 
 The model is converted on loading (optimum-intel). Its prefix cache is off, so that each call computes its prompt, and
 the prompts of a batch go through in one step.
@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.peers.lines import Message, serve, timed
+from benchmarks.peers.lines import Message, number_type, serve, timed
 
 MAX_BATCH, KV_CACHE_GIB = 8, 1
 
@@ -33,9 +33,10 @@ class Pipeline:
         scheduler.cache_size = KV_CACHE_GIB
         scheduler.max_num_batched_tokens = 1 << 15
         scheduler.max_num_seqs = MAX_BATCH
+        precision = {"float32": "f32", "bfloat16": "bf16"}[number_type()]
         settings = {
-            "INFERENCE_PRECISION_HINT": "f32",
-            "KV_CACHE_PRECISION": "f32",
+            "INFERENCE_PRECISION_HINT": precision,
+            "KV_CACHE_PRECISION": precision,
             "INFERENCE_NUM_THREADS": int(os.environ["OMP_NUM_THREADS"]),
         }
         self._pipeline = self._genai.ContinuousBatchingPipeline(converted, scheduler, "CPU", settings)

@@ -4,7 +4,8 @@
 Prompt keys and values are computed and kept once for all beams, the beams' own keys and values are beside them and
 selected by parent, and the legal continuations are found by two gathers in the catalog's flat prefix tree. With
 normalize="valid" only the level's columns of the output matrix are multiplied. What it does not have is one compiled
-program: every operation is dispatched by the host. Qwen3 only, float32; beam search for batch 1.
+program: every operation is dispatched by the host. Qwen3 only, float32 or bfloat16, where logits are float32 from the
+product on; beam search for batch 1.
 
 Letters: B batch, T tokens, W beams, D hidden, H heads, K key/value heads, G = H / K, d head size.
 """
@@ -22,7 +23,7 @@ import torch
 from safetensors.torch import load_file
 from torch.nn import functional
 
-from benchmarks.peers.lines import Message, serve, timed
+from benchmarks.peers.lines import Message, number_type, serve, timed
 
 Tensor = Any
 Chosen = tuple[Tensor, Tensor, Tensor, Tensor]  # of each new beam: parent, score, token, node
@@ -33,7 +34,8 @@ class Model:
 
     def __init__(self, folder: Path) -> None:
         config = json.loads((folder / "config.json").read_text())
-        self._weights = load_file(folder / "model.safetensors")
+        self._dtype = getattr(torch, number_type())
+        self._weights = {k: x.to(self._dtype) for k, x in load_file(folder / "model.safetensors").items()}
         self.heads, self.kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
         self.dim, self._eps = config["head_dim"], config["rms_norm_eps"]
         self._layers = [self._fused(layer) for layer in range(config["num_hidden_layers"])]
@@ -120,7 +122,7 @@ class Model:
 
     def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         angles = positions[:, None, None] * self._frequencies
-        return angles.cos(), angles.sin()
+        return angles.cos().to(self._dtype), angles.sin().to(self._dtype)
 
 
 def _rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
@@ -149,7 +151,7 @@ class Search:
     def answer(self, request: Message) -> Message:
         with torch.inference_mode():
             if request["op"] == "matmul":
-                matrix = torch.ones(request["side"], request["side"])
+                matrix = torch.ones(request["side"], request["side"], dtype=self._model.head.dtype)
                 return {"ms": timed(lambda: matrix @ matrix, request["at_least_s"])[0]}
             tokens = torch.tensor(request["prompts"])
             if request["op"] == "first":
@@ -183,7 +185,7 @@ class Search:
 
     def _any(self, hidden: Tensor, scores: Tensor, nodes: Tensor, width: int) -> Chosen:
         """The best continuations of all beams: the best of each beam first, which torch finds in parallel."""
-        logits = functional.linear(hidden, self._model.head)
+        logits = functional.linear(hidden, self._model.head).float()
         best, tokens = logits.topk(min(width, logits.shape[1]), dim=1)
         totals = (scores - torch.logsumexp(logits, 1))[:, None] + best
         best, flat = totals.flatten().topk(min(width, totals.numel()))
@@ -199,11 +201,11 @@ class Search:
         own = children < end[:, None]
         codes = self._codes[level][children.clamp(max=len(self._codes[level]) - 1)]
         if mode == "valid":
-            legal = functional.linear(hidden, self._columns[level]).gather(1, codes)
+            legal = functional.linear(hidden, self._columns[level]).float().gather(1, codes)
             legal = legal.masked_fill(~own, -torch.inf)
             totals = scores[:, None] + torch.log_softmax(legal, 1)
         else:
-            logits = functional.linear(hidden, self._model.head)
+            logits = functional.linear(hidden, self._model.head).float()
             legal = logits.gather(1, self._tokens[level][codes]).masked_fill(~own, -torch.inf)
             totals = scores[:, None] + legal - torch.logsumexp(logits, 1, keepdim=True)
         best, flat = totals.flatten().topk(min(width, int(own.sum())))

@@ -227,7 +227,10 @@ inline void arrange_queries(int64_t dim, From from, Bfloat16* q) {
 
 // ---- attention ---------------------------------------------------------------------------------------------------
 
-// 2^x with a relative error of 1e-4, of which bfloat16 shows nothing.
+// Scores begin above those of keys that are not seen, so that these have no weight even where nothing else is there.
+constexpr float kLowest = -1e20f;
+
+// 2^x with a relative error of 1e-4, of which bfloat16 shows nothing; 2^-126 for what is less.
 inline Vec rough_exp2(Vec x) {
   const float magic = 12582912.0f;
   const Vec clamped = max(x, splat(-126.0f)), shifted = clamped + magic, rest = clamped - (shifted - magic);
@@ -235,8 +238,7 @@ inline Vec rough_exp2(Vec x) {
   y = y * rest + 2.4263e-1f;
   y = y * rest + 6.93121e-1f;
   y = y * rest + 9.99925e-1f;
-  const Int bits = (Int)y + ((Int)shifted << 23);
-  return x < -126.0f ? Vec{} : (Vec)bits;
+  return (Vec)((Int)y + ((Int)shifted << 23));
 }
 
 // The working memory of a block: q [dim / 2][panel] pairs, out [dim][panel], scores and weights of a block of keys, and
@@ -286,9 +288,9 @@ inline void multiply_lanes(int64_t rows, int64_t depth, At a_at, int64_t step, c
     }
 }
 
-// As in kernels.inc, of `count` keys, of which `there` may be read, and their arranged values. Scores are divided by
-// log2(e) / sqrt(dim); so is `top`.
-template <class Shown>
+// As in kernels.inc, of `count` keys, of which `there` may be read, and their arranged values. Where ALL, every lane sees
+// every key, and count is a multiple of 32. Scores, and `top` too, are still to be multiplied with `scale`.
+template <bool ALL, class Shown>
 inline void mix(int64_t count, int64_t there, int64_t dim, const Bfloat16* keys, const Bfloat16* values, float scale,
                 const Room& room, Vec (&top)[VECTORS], Vec (&total)[VECTORS], Shown shown) {
   const int64_t rows = padded(count, kDeep);
@@ -305,24 +307,29 @@ inline void mix(int64_t count, int64_t there, int64_t dim, const Bfloat16* keys,
   for (int64_t key = 0; key < rows; ++key)
     for (int j = 0; j < VECTORS; ++j) {
       float* const cell = room.scores + key * kPanel + j * LANES;
-      const Vec x = key < count ? shown(key, j, load(cell)) : splat(kMasked);
+      Vec x = load(cell);
+      if constexpr (!ALL) {
+        x = key < count ? shown(key, j, x) : splat(kMasked);
+        store(cell, x);
+      }
       highest[j] = max(highest[j], x);
-      store(cell, x);
     }
   bool same = true;
-  Vec shrink[VECTORS];
+  Vec shrink[VECTORS], shift[VECTORS];
   for (int j = 0; j < VECTORS; ++j) {
     shrink[j] = exp2((top[j] - highest[j]) * scale);
     same &= _mm512_cmp_ps_mask((__m512)top[j], (__m512)highest[j], _CMP_EQ_OQ) == 0xffff;
     total[j] *= shrink[j];
     top[j] = highest[j];
+    shift[j] = highest[j] * scale;
   }
   alignas(64) static constexpr int16_t order[32] = {0,  16, 1,  17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
                                                     8,  24, 9,  25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
   for (int64_t key = 0; key < rows; key += 2)
     for (int j = 0; j < VECTORS; ++j) {
       const float* const cell = room.scores + key * kPanel + j * LANES;
-      const Vec one = rough_exp2((load(cell) - top[j]) * scale), two = rough_exp2((load(cell + kPanel) - top[j]) * scale);
+      const Vec one = rough_exp2(load(cell) * scale - shift[j]);
+      const Vec two = rough_exp2(load(cell + kPanel) * scale - shift[j]);
       total[j] += one + two;
       const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)two, (__m512)one);
       _mm512_storeu_si512(room.weights + key * kPanel + 2 * j * LANES,
@@ -370,7 +377,7 @@ void attend(const Attention<Bfloat16>& call, int64_t row, int64_t kv_head, int64
   arrange_queries(dim, [&](int lane) { return lanes.request[lane] < 0 ? nullptr : call.q + at(lane); }, room.q);
   for (int64_t i = 0; i < dim * kPanel; i += LANES) store(room.out + i, Vec{});
   Vec top[VECTORS], total[VECTORS];
-  for (int j = 0; j < VECTORS; ++j) top[j] = splat(kMasked), total[j] = Vec{};
+  for (int j = 0; j < VECTORS; ++j) top[j] = splat(kLowest), total[j] = Vec{};
 
   const int64_t blocks = padded(call.keys, kKeyBlock) / kKeyBlock;
   for (int64_t part = 0; part < blocks; ++part) {
@@ -382,7 +389,11 @@ void attend(const Attention<Bfloat16>& call, int64_t row, int64_t kv_head, int64
     const int64_t count = last_seen(call, of_queries, of_keys, vectors, there);
     const Bfloat16* const keys = call.k + (head * call.keys + first) * dim;
     const Bfloat16* const values = call.arranged + (head * blocks + part) * kKeyBlock * dim;
-    mix(count, there, dim, keys, values, scale, room, top, total, [&](int64_t key, int j, Vec x) {
+    if (related == kAll && count % kDeep == 0) {
+      mix<true>(count, there, dim, keys, values, scale, room, top, total, nullptr);
+      continue;
+    }
+    mix<false>(count, there, dim, keys, values, scale, room, top, total, [&](int64_t key, int j, Vec x) {
       if (related == kAll) return x;
       const int64_t token = vectors + key;
       const Int visible = seen(lanes, j, call.k_request[token], call.k_segment[token], call.k_order[token],
@@ -393,7 +404,7 @@ void attend(const Attention<Bfloat16>& call, int64_t row, int64_t kv_head, int64
 
   Vec inverse[VECTORS];
   for (int j = 0; j < VECTORS; ++j) {
-    const Int saw = (ints(lanes.request + j * LANES) >= 0) & (top[j] > 0.5f * kMasked);
+    const Int saw = (ints(lanes.request + j * LANES) >= 0) & (top[j] > kLowest);
     inverse[j] = saw ? 1.0f / total[j] : Vec{};
   }
   const int64_t left = call.queries * (call.heads / call.kv_heads) - block * kPanel;
@@ -430,13 +441,18 @@ void attend_beams(const BeamAttention<Bfloat16>& call, int64_t row, int64_t kv_h
   arrange_queries(dim, [&](int lane) { return lane < beams.live ? call.q + beams.at(lane) : nullptr; }, room.q);
   for (int64_t i = 0; i < dim * kPanel; i += LANES) store(room.out + i, Vec{});
   Vec top[VECTORS], total[VECTORS];
-  for (int j = 0; j < VECTORS; ++j) top[j] = splat(kMasked), total[j] = Vec{};
+  for (int j = 0; j < VECTORS; ++j) top[j] = splat(kLowest), total[j] = Vec{};
 
   const int64_t head = row * call.kv_heads + kv_head, blocks = padded(call.tokens, kKeyBlock) / kKeyBlock;
-  for (int64_t key = 0; key < beams.length; key += kKeyBlock)
-    mix(least(kKeyBlock, beams.length - key), least(kKeyBlock, call.tokens - key), dim,
-        call.k + (head * call.tokens + key) * dim, call.arranged + (head * blocks * kKeyBlock + key) * dim, scale, room,
-        top, total, [](int64_t, int, Vec x) { return x; });
+  for (int64_t key = 0; key < beams.length; key += kKeyBlock) {
+    const int64_t count = least(kKeyBlock, beams.length - key), there = least(kKeyBlock, call.tokens - key);
+    const Bfloat16* const keys = call.k + (head * call.tokens + key) * dim;
+    const Bfloat16* const values = call.arranged + (head * blocks * kKeyBlock + key) * dim;
+    if (count == kKeyBlock)
+      mix<true>(count, there, dim, keys, values, scale, room, top, total, nullptr);
+    else
+      mix<false>(count, there, dim, keys, values, scale, room, top, total, [](int64_t, int, Vec x) { return x; });
+  }
 
   for (int64_t slot = 0; slot < call.slots; slot += kSlots) {
     const int64_t count = least(kSlots, call.slots - slot);

@@ -60,9 +60,9 @@ def as_lines(catalog: Catalog) -> bytes:
     return "\n".join(lines).encode()
 
 
-def make_folder(folder: Path, seed: int = 1, layers: int = 2, depth: int = 3) -> Config:
+def make_folder(folder: Path, seed: int = 1, layers: int = 2, depth: int = 3, head_dim: int = 16) -> Config:
     """A model folder with random weights, and the configuration that serves it."""
-    sizes = (f"train.layers={layers}", "train.hidden=32")
+    sizes = (f"train.layers={layers}", "train.hidden=32", f"train.head_dim={head_dim}")
     config = override(Config(), *SETTINGS, f"model.path={folder}", *sizes)
     catalog = make_catalog(depth)
     tokenizer = semantic_id_tokenizer(catalog)

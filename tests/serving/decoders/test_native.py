@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +18,14 @@ from tests.serving.decoders.test_model_server import Served, body, history
 from tests.serving.tiny_model import make_folder
 
 pytestmark = pytest.mark.native
+
+CACHED = (
+    "rank.method=likelihood",
+    "cache.policy=user",
+    "cache.shadow=0",
+    "cache.item_share=none",
+    "profiles.batch=1",
+)
 
 
 @pytest.fixture(scope="module")
@@ -65,3 +74,37 @@ def test_the_start_line_says_what_computes(
     native.use(True)
     load_engine(both[0].config)
     assert f"cpu by native-{native.library().kernels};" in caplog.text
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_bfloat16_is_served_where_the_library_has_kernels_for_it(
+    tmp_path: Path, cached: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Answers are float32's, but for what 16 bits leave; a prompt that is kept is read again from what was kept."""
+    caplog.set_level(logging.INFO, logger="jgr")
+    config = override(
+        make_folder(tmp_path / "tiny", head_dim=32), *(CACHED if cached else ("profiles.batch=1",))
+    )
+    with installed():
+        if "bfloat16" not in native.library().types:
+            pytest.skip("this processor has no AMX")
+        served = [Served(override(config, f"model.dtype={dtype}")) for dtype in ("bfloat16", "float32")]
+        try:
+            assert "in bfloat16, " in caplog.text
+            texts = list(served[0].engine.served.executors.program_texts())
+            assert all("jgr_native_inputs_bfloat16" in text for text in texts) and texts
+            for path, fields in (
+                ("/v1/rank", {"candidates": [f"B{c:03}" for c in range(0, 60, 4)]}),
+                ("/v1/recommend", {"top_k": 16, "beam_width": 16, "user_id": "u"}),
+                ("/v1/recommend", {"top_k": 16, "beam_width": 16, "user_id": "u"}),
+            ):
+                answers = [each.post(path, body(history(0, 9), **fields)) for each in served]
+                found, want = ({item["item_id"]: item["score"] for item in a["items"]} for a in answers)
+                common = sorted(found.keys() & want.keys())
+                assert len(common) >= len(want) - 2  # the last of a beam may change places
+                np.testing.assert_allclose(
+                    [found[item] for item in common], [want[item] for item in common], rtol=0, atol=0.15
+                )
+            assert [a["usage"]["cached_tokens"] > 0 for a in answers] == [cached, cached]
+        finally:
+            assert [each.stop() for each in served] == [0, 0]
