@@ -100,6 +100,7 @@ WORDS: Mapping[str, Mapping[str, str]] = {
         "long": "FLAME's long workload (1,024 events, 512 candidates)",
     },
     "kind": {"int8": "8-bit integers", "fp8": "8-bit floats"},
+    "than": {"float32": "jgr in float32", "best-peer": "the fastest other engine in bfloat16"},
     "which": {"first-": ", where nothing was kept before"},
     "part": {
         "weights": "Memory of the weights",
@@ -554,6 +555,25 @@ TITLES: tuple[tuple[str, str], ...] = (
         r"prefill-time-over-best-peer-prompt-(?P<tokens>\d+)-batch-(?P<batch>\d+)(?P<size>(-51m)?)",
         "Time to the first token over the fastest other engine's, with the kernels of `make native`; {tokens} tokens, "
         "batch of {batch}{size}",
+    ),
+    # bfloat16
+    (r"bfloat16-peers-missing", "Other engines that the comparison in bfloat16 lacks"),
+    (
+        r"overlap@10-of-bfloat16-with-float32",
+        "Share of the ten best items in bfloat16 on a CPU that are float32's ten best; Amazon Industrial",
+    ),
+    (
+        r"ndcg@10-of-bfloat16-over-float32",
+        "NDCG@10 in bfloat16 on a CPU over that in float32; Amazon Industrial",
+    ),
+    (
+        r"bfloat16-time-of-(?P<than>float32|best-peer)-over-jgr-prompt-(?P<tokens>\d+)-batch-(?P<batch>\d+)",
+        "Time to the first token of {than} over jgr's in bfloat16, on a CPU with AMX; {tokens} tokens, batch of {batch}",
+    ),
+    (
+        r"bfloat16-time-of-(?P<than>float32|best-peer)-over-jgr-(?P<search>unconstrained|valid)-search-(?P<tokens>\d+)"
+        r"-beams-(?P<width>\d+)",
+        "Time of {search} of {than} over jgr's in bfloat16, on a CPU with AMX; {tokens} tokens, {width} beams",
     ),
     # quantized_weights
     (

@@ -24,9 +24,9 @@ from benchmarks.harness import read_result
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-ELSEWHERE = RESULTS / "avx2"
-"""Results of a machine whose processor has no wider vectors than AVX2."""
-FOLDERS = RESULTS, ELSEWHERE
+ELSEWHERE = {name: RESULTS / name for name in ("avx2", "amx")}
+"""Results of machines whose processors have no wider vectors than AVX2, and of those that have AMX."""
+FOLDERS = RESULTS, *ELSEWHERE.values()
 OLDER = ROOT / "benchmarks" / "sources.json"
 STALE = "**stale**"
 CHANGED_SHOWN = 3

@@ -30,8 +30,6 @@ BEGIN = "<!-- measured: written by python -m tools.readme_table -->"
 END = "<!-- end of measured -->"
 QUALITY_BEGIN = "<!-- quality: written by python -m tools.readme_table -->"
 QUALITY_END = "<!-- end of quality -->"
-ELSEWHERE_BEGIN = "<!-- elsewhere: written by python -m tools.readme_table -->"
-ELSEWHERE_END = "<!-- end of elsewhere -->"
 ORDER_BEGIN = "<!-- order: written by python -m tools.readme_table -->"
 ORDER_END = "<!-- end of order -->"
 FAULTS_BEGIN = "<!-- faults: written by python -m tools.readme_table -->"
@@ -312,7 +310,9 @@ def readme(text: str, results: Sequence[Result]) -> str:
 def every_claim(text: str, results: Sequence[Result]) -> str:
     """The text of docs/benchmarks.md with its table. MarkerError."""
     text = replace_table(text, table(results))
-    text = replace_table(text, table(load_results(ELSEWHERE)), ELSEWHERE_BEGIN, ELSEWHERE_END)
+    for name, folder in ELSEWHERE.items():
+        begin, end = f"<!-- {name}: written by python -m tools.readme_table -->", f"<!-- end of {name} -->"
+        text = replace_table(text, table(load_results(folder)), begin, end)
     text = replace_table(text, misses(results), MISSES_BEGIN, MISSES_END)
     return replace_table(text, order_table(results), ORDER_BEGIN, ORDER_END)
 
