@@ -75,6 +75,8 @@ def from_json(name: str, datatype: str, shape: Sequence[int], data: Raw) -> Tens
         if found := re.search("got `(array|object)`", problem if at else ""):
             problem = f"an element of {datatype} cannot be {_NAMED[found[1]]}"
         raise invalid(name, f"{name}{at.rstrip('`')}: {problem}") from None
+    except UnicodeDecodeError as error:  # what a Raw holds was looked at for its brackets alone
+        raise invalid(name, f"{name}: an element is not UTF-8: {error.reason}") from None
     return from_values(name, datatype, shape, values)
 
 

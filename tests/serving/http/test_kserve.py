@@ -223,6 +223,15 @@ def test_tensors_that_cannot_be_are_refused(
     assert words in reply.json["error"]
 
 
+@pytest.mark.parametrize("shape", [[3], [1, 3]])
+def test_text_in_json_that_is_not_utf8_is_refused(server: LiveServer, shape: list[int]) -> None:
+    """What is wrong within a tensor is found when its elements are read, after the body."""
+    data: Any = ["d", "@", "c"] if shape == [3] else [["d", "@", "c"]]
+    body = json.dumps({"inputs": [HISTORY, {**CANDIDATES, "shape": shape, "data": data}]})
+    reply = server.call(INFER, body.encode().replace(b"@", b"\xfd"))
+    assert told(reply) == (422, "invalid_request", "candidates") and "not UTF-8" in reply.json["error"]
+
+
 @pytest.mark.parametrize(
     ("more", "field"),
     [
