@@ -21,8 +21,8 @@ class ModelConfig:
     # hf://org/name[@revision].
     path: str = ""
     # Type of weights and activations; scores are float32 in either case. Empty: float32, but on a GPU bfloat16 for a
-    # generator whose folder has weights of 16 bits, which halves memory and saves time there. So does bfloat16 on a CPU
-    # that has AMX, for decoders and with jgr-native; on other CPUs it is slower.
+    # generator whose folder has weights of 16 bits, which halves memory and saves time there, as it does for decoders on
+    # a CPU with AMX by jgr-native; on other CPUs it is slower than float32.
     dtype: Literal["", "float32", "bfloat16"] = ""
     # How a generator's layers hold their matrices: in 8 bits, as int8 or fp8 with a factor for each output channel, or
     # as the folder has them where it is empty. All else stays in model.dtype.
