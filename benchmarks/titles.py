@@ -568,7 +568,8 @@ TITLES: tuple[tuple[str, str], ...] = (
     ),
     (
         r"bfloat16-time-of-(?P<than>float32|best-peer)-over-jgr-prompt-(?P<tokens>\d+)-batch-(?P<batch>\d+)",
-        "Time to the first token of {than} over jgr's in bfloat16, on a CPU with AMX; {tokens} tokens, batch of {batch}",
+        "Time to the first token of {than} over jgr's in bfloat16, on a CPU with AMX; {tokens} tokens, batch of "
+        "{batch}",
     ),
     (
         r"bfloat16-time-of-(?P<than>float32|best-peer)-over-jgr-(?P<search>unconstrained|valid)-search-(?P<tokens>\d+)"

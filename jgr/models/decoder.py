@@ -45,8 +45,9 @@ from jgr.ops.token_logits import token_logits
 from jgr.prompt.layouts import CAUSAL, Layout, Tokens
 
 ONE_BY_ONE_PROMPTS, ONE_BY_ONE_TOKENS = 4, 512
-"""From so many prompts of so many tokens on, a CPU reads prompts one after the other: the activations of one stay in
-the caches, those of a batch do not, and one such prompt keeps every core busy by itself."""
+"""From so many prompts of so many tokens on, a CPU reads prompts in float32 one after the other: the activations of one
+stay in the caches, those of a batch do not, and one such prompt keeps every core busy by itself. Those in bfloat16 are
+half as large and read in half the time, of which what a call costs by itself is a tenth."""
 
 Family = Literal["qwen2", "qwen3", "llama"]
 
@@ -452,19 +453,19 @@ def begin(
     params: DecoderParams, cfg: DecoderConfig, tokens: jax.Array, lengths: jax.Array
 ) -> tuple[jax.Array, State]:
     """See jgr.models.generators.Generator."""
-    batch, count = tokens.shape
-    if target_platform() != "cpu" or batch < ONE_BY_ONE_PROMPTS or count < ONE_BY_ONE_TOKENS:
+    (batch, count), dtype = tokens.shape, params.embed.dtype
+    few = batch < ONE_BY_ONE_PROMPTS or count < ONE_BY_ONE_TOKENS
+    if target_platform() != "cpu" or few or dtype != jnp.float32:
         last, context = _prompt(params, cfg, tokens, lengths)
         return last, State(context, lengths)
 
-    def read(kept: list[jax.Array], row: jax.Array) -> tuple[list[jax.Array], jax.Array]:
+    def read(context: ContextKV, row: jax.Array) -> tuple[ContextKV, jax.Array]:
         last, one = _prompt(params, cfg, tokens[row][None], lengths[row][None])
-        return [x.at[:, row].set(as_bits(new)[:, 0]) for x, new in zip(kept, one, strict=True)], last[0]
+        return ContextKV(*(x.at[:, row].set(new[:, 0]) for x, new in zip(context, one, strict=True))), last[0]
 
-    dtype = params.embed.dtype
-    empty = as_bits(jnp.zeros((cfg.layers, batch, cfg.kv_heads, count, cfg.head_dim), dtype))
-    kept, last = jax.lax.scan(read, [empty, empty], jnp.arange(batch))
-    return last, State(ContextKV(*(from_bits(x, dtype) for x in kept)), lengths)
+    empty = jnp.zeros((cfg.layers, batch, cfg.kv_heads, count, cfg.head_dim), dtype)
+    context, last = jax.lax.scan(read, ContextKV(empty, empty), jnp.arange(batch))
+    return last, State(context, lengths)
 
 
 def _prompt(

@@ -242,9 +242,9 @@ def both(run: Callable[[Any], Any], weights: Any) -> tuple[str, list[Array], lis
     return program.as_text(), *([np.asarray(x, np.float32) for x in jax.tree.leaves(y)] for y in (got, want))
 
 
-@pytest.mark.parametrize("count", [1, 5], ids=["one", "one_by_one"])
+@pytest.mark.parametrize("count", [1, 5])
 def test_prompts_of_decoders(model: Decoder, count: int) -> None:
-    """Last hidden states, keys and values; of prompts that are read one after the other too."""
+    """Last hidden states, keys and values."""
     cfg, weights = model
     tokens = jax.random.randint(jax.random.key(2), (count, 512), 0, 300)
     lengths = jnp.array([77, 512, 1, 130, 511])[:count]
