@@ -224,6 +224,35 @@ def _claim(row: Row, what: str, place: str, target: float) -> Claim:
     return Claim(name, value, "x", "higher", target, interval=interval)
 
 
+def plot(rows: Sequence[Row], path: Path) -> None:
+    """How many times jgr's time in bfloat16 its float32 and the best peer take: a bar for each prompt and search."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    timed = [row for row in rows if "best_peer" in row]
+    names = [
+        f"prompt {row['prompt_tokens']} x {row['batch']}"
+        if "batch" in row
+        else f"{row['search']} {row['prompt_tokens']}, {row['beams']} beams"
+        for row in timed
+    ]
+    figure, axis = pyplot.subplots(figsize=(7, 5.5))
+    places = np.arange(len(timed))
+    for shift, what in ((-0.2, "float32"), (0.2, "best_peer")):
+        values = [row[f"time_of_{what}_over_jgr"] for row in timed]
+        axis.barh(
+            places + shift, values, 0.4, label=f"time of {what.replace('_', ' ')} over jgr's in bfloat16"
+        )
+    axis.axvline(1, color="k", linewidth=1)
+    axis.set_yticks(places, names, fontsize=7)
+    axis.invert_yaxis()
+    axis.legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=90)
+
+
 if __name__ == "__main__":
     two_cores()
     harness.main(
@@ -236,5 +265,6 @@ if __name__ == "__main__":
                 Path(quantized_weights.__file__),
                 *prefill_vs_peers.SOURCES,
             ),
+            plot=plot,
         )
     )

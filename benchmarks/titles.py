@@ -100,6 +100,7 @@ WORDS: Mapping[str, Mapping[str, str]] = {
         "long": "FLAME's long workload (1,024 events, 512 candidates)",
     },
     "kind": {"int8": "8-bit integers", "fp8": "8-bit floats"},
+    "held": {"unconstrained": "a free search", "valid": "a search held to the catalog"},
     "than": {"float32": "jgr in float32", "best-peer": "the fastest other engine in bfloat16"},
     "which": {"first-": ", where nothing was kept before"},
     "part": {
@@ -572,9 +573,9 @@ TITLES: tuple[tuple[str, str], ...] = (
         "{batch}",
     ),
     (
-        r"bfloat16-time-of-(?P<than>float32|best-peer)-over-jgr-(?P<search>unconstrained|valid)-search-(?P<tokens>\d+)"
+        r"bfloat16-time-of-(?P<than>float32|best-peer)-over-jgr-(?P<held>unconstrained|valid)-search-(?P<tokens>\d+)"
         r"-beams-(?P<width>\d+)",
-        "Time of {search} of {than} over jgr's in bfloat16, on a CPU with AMX; {tokens} tokens, {width} beams",
+        "Time of {held} of {than} over jgr's in bfloat16, on a CPU with AMX; {tokens} tokens, {width} beams",
     ),
     # quantized_weights
     (

@@ -21,8 +21,8 @@ class ModelConfig:
     # hf://org/name[@revision].
     path: str = ""
     # Type of weights and activations; scores are float32 in either case. Empty: float32, but on a GPU bfloat16 for a
-    # generator whose folder has weights of 16 bits, which halves memory and saves time there. For decoders it does so
-    # on a CPU with AMX too, by jgr-native, where other CPUs are slower than in float32.
+    # generator whose folder has weights of 16 bits; bfloat16 halves memory, and saves time on GPUs and, for decoders by
+    # jgr-native, on CPUs with AMX.
     dtype: Literal["", "float32", "bfloat16"] = ""
     # How a generator's layers hold their matrices: in 8 bits, as int8 or fp8 with a factor for each output channel, or
     # as the folder has them where it is empty. All else stays in model.dtype.
