@@ -47,6 +47,7 @@ from jgr.evaluation import unconstrained
 from jgr.models import beam, hf
 from jgr.models.beam import Normalize
 from jgr.models.decoder import DecoderConfig
+from jgr.models.generators import laid_out
 from jgr.ops import native
 from jgr.serving.decoders.row_executor import RowExecutor
 from jgr.serving.decoders.work import RecommendOutcome, RecommendWork
@@ -94,7 +95,8 @@ class Ours:
     def __init__(
         self, folder: Path, catalog: Catalog, shapes: Sequence[tuple[int, int]], dtype: Any = np.float32
     ) -> None:
-        self._cfg, self._weights = hf.load(folder, dtype)
+        self._cfg, loaded = hf.load(folder, dtype)
+        self._weights = laid_out(loaded)
         self._sequences = catalog.sequences
         tables = beam.catalog_tables(catalog.tree, catalog.level_tokens, self._weights)
         padded = sorted({(workload.profile(tokens), width) for tokens, width in shapes})

@@ -41,6 +41,7 @@ from benchmarks.peers.workload import Int32
 from jgr.config import override
 from jgr.evaluation.metrics import Hits, mean_all
 from jgr.models import hf
+from jgr.models.generators import laid_out
 from jgr.ops import native
 
 THREADS = 2
@@ -68,7 +69,10 @@ def prompt_rows(
     quiet: Quiet,
 ) -> list[Row]:
     rng = np.random.default_rng(1)
-    loaded = {name: hf.load(folder, jnp.dtype(name)) for name in (HALF, WHOLE)}
+    loaded: dict[str, tuple[Any, Any]] = {}
+    for name in (HALF, WHOLE):
+        cfg, weights = hf.load(folder, jnp.dtype(name))
+        loaded[name] = cfg, laid_out(weights)
     rows = []
     for tokens in lengths:
         for batch in BATCHES:

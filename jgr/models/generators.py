@@ -26,6 +26,8 @@ from jgr.models.lazy_decoder import Block, LazyConfig, LazyParams
 from jgr.models.params import PyTree, layer_of, split_layers
 from jgr.models.quantize import kind_of
 from jgr.ops.dispatch import target_platform
+from jgr.ops.quantized import Quantized
+from jgr.ops.tiled import is_wanted, tiled
 
 GeneratorConfig = DecoderConfig | LazyConfig
 """Each has family, vocab_size, hidden, layers, and max_position: the most tokens of a prompt and an item together."""
@@ -74,10 +76,13 @@ def generator(cfg: GeneratorConfig) -> Generator:
 def laid_out(params: GeneratorParams, devices: int = 1) -> GeneratorParams:
     """The parameters in the form that is fastest on this platform. devices: how many share them.
 
-    On a CPU a stack starts faster, and its layers are not copied before they are used. A GPU takes them apart, and
-    joined where it has them alone: joined matrices cannot be divided by heads.
+    On a CPU a stack starts faster, and its layers are not copied before they are used; a decoder's matrices in bfloat16
+    are tiled where one with AMX has them alone. A GPU takes layers apart, and joined where it has them alone: joined
+    matrices cannot be divided by heads.
     """
     if target_platform() != "gpu":
+        if isinstance(params, DecoderParams) and devices == 1 and is_wanted(params.embed.dtype):
+            return with_matrices_tiled(params)
         return params
     return with_layers_joined(params) if devices == 1 else with_layers_apart(params)
 
@@ -89,6 +94,18 @@ def compiler_options(params: GeneratorParams) -> dict[str, bool]:
     But those read matrices in 8 bits without widening them first.
     """
     return {"xla_gpu_enable_triton_gemm": False} if target_platform() == "gpu" and not kind_of(params) else {}
+
+
+def with_matrices_tiled(params: DecoderParams) -> DecoderParams:
+    """The same parameters, the layers' matrices tiled (jgr.ops.tiled); those in 8 bits stay as they are."""
+
+    def is_quantized(x: Any) -> bool:
+        return isinstance(x, Quantized)
+
+    def of(x: Any) -> Any:
+        return tiled(x) if not is_quantized(x) and x.ndim == 3 else x
+
+    return replace(params, layers=jax.tree.map(of, params.layers, is_leaf=is_quantized))
 
 
 def with_layers_joined(params: GeneratorParams) -> GeneratorParams:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""x @ w with a gradient that XLA:CPU computes well; and products with quantised matrices, which have no gradient.
+"""x @ w with a gradient that XLA:CPU computes well; and products with quantised and tiled matrices, without one.
 
 JAX's own rule makes the gradient of w as (g^T x)^T. XLA:CPU then recomputes g, often a chain of elementwise functions,
 in transposed order: strided reads that cost more than the matmul. x^T g needs no such copy.
@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import jax
 
-from jgr.ops.quantized import Quantized, product
+from jgr.ops import quantized, tiled
+from jgr.ops.quantized import Quantized
+from jgr.ops.tiled import Tiled
 
 
-def dense(x: jax.Array, w: jax.Array | Quantized) -> jax.Array:
+def dense(x: jax.Array, w: jax.Array | Quantized | Tiled) -> jax.Array:
     """The product of x [..., D] and w [D, F]: [..., F], in the dtype of x, which an array w has too."""
-    return product(x, w) if isinstance(w, Quantized) else _dense(x, w)
+    if isinstance(w, Tiled):
+        return tiled.product(x, w)
+    return quantized.product(x, w) if isinstance(w, Quantized) else _dense(x, w)
 
 
 @jax.custom_vjp

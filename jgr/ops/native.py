@@ -22,13 +22,16 @@ import numpy as np
 INTERFACE = 5
 """The calls that this version of jgr makes; the library must have the same number."""
 TYPES = ("float32", "bfloat16")
-CALLS = dict.fromkeys(("attention", "beam_attention", "inputs", "output"), TYPES) | {
-    "token_logits": TYPES[1:]
+CALLS = {
+    **dict.fromkeys(("attention", "beam_attention", "inputs", "output"), TYPES),
+    **dict.fromkeys(("pack", "dense", "token_logits"), TYPES[1:]),
 }
 """The calls of the library, each with the types of its arrays."""
 COLUMNS, DEPTH = 64, {"float32": 1, "bfloat16": 32}
 """Packed weights have panels of so many columns at most, over all instruction sets, and a multiple of so many rows; see
 `packed_size`."""
+TILE = 32
+"""The rows and columns that matrices of bfloat16 have a multiple of, once they are packed."""
 KEYS = 96
 """The keys of a block of attention; see `arranged_size`."""
 HEAD = 32
@@ -118,14 +121,19 @@ def call(
     """The outputs `made` of one of CALLS: shapes, of the type of the first array where it is not said."""
     dtype = arrays[0].dtype
     results = [x if isinstance(x, jax.ShapeDtypeStruct) else jax.ShapeDtypeStruct(x, dtype) for x in made]
-    given = {key: np.float32(value) for key, value in options.items()}
+    given = {k: np.int64(x) if isinstance(x, int) else np.float32(x) for k, x in options.items()}
     return list(jax.ffi.ffi_call(_target(name, dtype.name), results)(*arrays, **given))
 
 
 def packed_size(dtype: Any, *matrices: tuple[int, int]) -> int:
-    """Numbers that matrices [rows, columns] take when they are packed into panels."""
+    """Numbers that matrices [rows, columns] take at most when they are packed into panels."""
     depth = DEPTH[jnp.dtype(dtype).name]
     return sum(-(-rows // depth) * depth * -(-columns // COLUMNS) * COLUMNS for rows, columns in matrices)
+
+
+def tiled_size(rows: int, columns: int) -> int:
+    """Numbers of a matrix [rows, columns] of bfloat16 in tiles of TILE rows and columns."""
+    return -(-rows // TILE) * TILE * -(-columns // TILE) * TILE
 
 
 def arranged_size(values: tuple[int, ...], dtype: Any) -> int:

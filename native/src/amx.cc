@@ -345,20 +345,17 @@ inline void mix(int64_t count, int64_t there, int64_t dim, const Bfloat16* keys,
       dim, rows, [=](int64_t row, int64_t k) { return values + row * kKeyBlock + k * 16; }, 64, room.weights, room.out);
 }
 
-// out [dim][panel] times a factor of each lane, as numbers of the lanes' rows, to(lane); null: not written.
-template <class To>
-inline void write_lanes(int64_t dim, const float* out, const Vec (&factor)[VECTORS], To to) {
+// out [dim][panel], turned: row(lane, first, sums) gets 16 sums of a lane, from dimension `first` on.
+template <class Row>
+inline void turn_lanes(int64_t dim, const float* out, Row row) {
   for (int j = 0; j < VECTORS; ++j)
     for (int64_t first = 0; first < dim; first += 16) {
       __m512i x[16];
 #pragma GCC unroll 16
-      for (int i = 0; i < 16; ++i) x[i] = (__m512i)(load(out + (first + i) * kPanel + j * LANES) * factor[j]);
+      for (int i = 0; i < 16; ++i) x[i] = (__m512i)load(out + (first + i) * kPanel + j * LANES);
       turn(x);
 #pragma GCC unroll 16
-      for (int i = 0; i < 16; ++i) {
-        Bfloat16* const at = to(j * LANES + i);
-        if (at != nullptr) puts(at + first, (Vec)x[i]);
-      }
+      for (int i = 0; i < 16; ++i) row(j * LANES + i, first, (Vec)x[i]);
     }
 }
 
@@ -402,24 +399,24 @@ void attend(const Attention<Bfloat16>& call, int64_t row, int64_t kv_head, int64
     });
   }
 
-  Vec inverse[VECTORS];
+  // What saw nothing may have NaN for a sum, which a factor of 0 does not remove.
   for (int j = 0; j < VECTORS; ++j) {
     const Int saw = (ints(lanes.request + j * LANES) >= 0) & (top[j] > kLowest);
-    inverse[j] = saw ? 1.0f / total[j] : Vec{};
+    const Vec inverse = 1.0f / total[j];
+    for (int64_t i = 0; i < dim; ++i) {
+      float* const cell = room.out + i * kPanel + j * LANES;
+      store(cell, saw ? load(cell) * inverse : Vec{});
+    }
   }
   const int64_t left = call.queries * (call.heads / call.kv_heads) - block * kPanel;
-  // What saw nothing may have NaN for a sum, which a factor of 0 does not remove.
-  for (int64_t i = 0; i < dim; ++i)
-    for (int j = 0; j < VECTORS; ++j) {
-      float* const cell = room.out + i * kPanel + j * LANES;
-      store(cell, inverse[j] > 0.0f ? load(cell) : Vec{});
-    }
-  write_lanes(dim, room.out, inverse, [&](int64_t lane) { return lane < left ? call.out + at(lane) : nullptr; });
+  turn_lanes(dim, room.out, [&](int64_t lane, int64_t first, Vec x) {
+    if (lane < left) puts(call.out + at(lane) + first, x);
+  });
 }
 
 // ---- attention of beams ------------------------------------------------------------------------------------------
 
-int64_t beams_room(const BeamAttention<Bfloat16>& call) { return block_room(call.dim) + kSlots * kPanel + call.dim; }
+int64_t beams_room(const BeamAttention<Bfloat16>& call) { return block_room(call.dim) + (kSlots + call.dim) * kPanel; }
 
 inline float dot(const Bfloat16* a, const Bfloat16* b, int64_t size) {
   Vec products{};
@@ -432,7 +429,7 @@ void attend_beams(const BeamAttention<Bfloat16>& call, int64_t row, int64_t kv_h
   const int64_t dim = call.dim;
   const Beams<Bfloat16> beams(call, row, kv_head, block * kPanel);
   const Room room = divide(memory, dim);
-  float *const own = memory + block_room(dim), *const mixed = own + kSlots * kPanel;
+  float *const own = memory + block_room(dim), *const rows = own + kSlots * kPanel;  // rows: [lane][dim]
   for (int64_t lane = beams.live; lane < beams.lanes; ++lane)
     for (int64_t i = 0; i < dim; ++i) call.out[beams.at(lane) + i] = 0;
   if (beams.live == 0) return;
@@ -453,6 +450,8 @@ void attend_beams(const BeamAttention<Bfloat16>& call, int64_t row, int64_t kv_h
     else
       mix<false>(count, there, dim, keys, values, scale, room, top, total, [](int64_t, int, Vec x) { return x; });
   }
+
+  turn_lanes(dim, room.out, [&](int64_t lane, int64_t first, Vec x) { store(rows + lane * dim + first, x); });
 
   for (int64_t slot = 0; slot < call.slots; slot += kSlots) {
     const int64_t count = least(kSlots, call.slots - slot);
@@ -476,17 +475,20 @@ void attend_beams(const BeamAttention<Bfloat16>& call, int64_t row, int64_t kv_h
       store(shrink + j * LANES, less);
     }
     for (int64_t lane = 0; lane < beams.live; ++lane) {
-      for (int64_t i = 0; i < dim; ++i) mixed[i] = room.out[i * kPanel + lane] * shrink[lane];
+      float* const row = rows + lane * dim;
+      for (int64_t i = 0; i < dim; i += LANES) store(row + i, load(row + i) * shrink[lane]);
       for (int64_t s = 0; s < count; ++s) {
         const Bfloat16* const value = call.own_v + beams.own_at(slot + s, lane);
         const float weight = own[s * kPanel + lane];
-        for (int64_t i = 0; i < dim; i += LANES) store(mixed + i, load(mixed + i) + weight * gets(value + i));
+        for (int64_t i = 0; i < dim; i += LANES) store(row + i, load(row + i) + weight * gets(value + i));
       }
-      for (int64_t i = 0; i < dim; ++i) room.out[i * kPanel + lane] = mixed[i];
     }
   }
-  for (int j = 0; j < VECTORS; ++j) total[j] = 1.0f / total[j];
-  write_lanes(dim, room.out, total, [&](int64_t lane) { return lane < beams.live ? call.out + beams.at(lane) : nullptr; });
+  for (int64_t lane = 0; lane < beams.live; ++lane) {
+    const float inverse = 1.0f / total[lane / LANES][lane % LANES];
+    Bfloat16* const to = call.out + beams.at(lane);
+    for (int64_t i = 0; i < dim; i += LANES) puts(to + i, load(rows + lane * dim + i) * inverse);
+  }
 }
 
 // ---- in front of an attention ------------------------------------------------------------------------------------
@@ -580,6 +582,27 @@ void output(const Output<Bfloat16>& call, int64_t first, int64_t rows, float* ro
     __builtin_memcpy(call.out + call.places[first + i] * hidden, normed + i * ldn, hidden * sizeof(Bfloat16));
 }
 
+// ---- a matrix alone ----------------------------------------------------------------------------------------------
+
+int64_t dense_room(const Dense<Bfloat16>& call, int64_t rows) {
+  return floats(padded(rows, 16) * row_stride(call.depth)) + floats(rows * row_stride(call.columns));
+}
+
+void dense(const Dense<Bfloat16>& call, int64_t first, int64_t rows, float* room) {
+  const Tiles tiles;
+  const int64_t depth = call.depth, columns = call.columns, lda = row_stride(depth), ldo = row_stride(columns);
+  Bfloat16* const x = numbers(room);
+  Bfloat16* const made = numbers(room + floats(padded(rows, 16) * lda));
+  for (int64_t i = 0; i < rows; ++i) {
+    __builtin_memcpy(x + i * lda, call.x + (first + i) * depth, depth * sizeof(Bfloat16));
+    fill_up(x + i * lda, depth);
+  }
+  product(rows, depth, columns, x, lda, call.packed,
+          [=](int64_t i, int64_t j, Vec sum) { puts(made + i * ldo + j, sum); });
+  for (int64_t i = 0; i < rows; ++i)
+    __builtin_memcpy(call.out + (first + i) * columns, made + i * ldo, columns * sizeof(Bfloat16));
+}
+
 // ---- logits ------------------------------------------------------------------------------------------------------
 
 // Rows in the columns of a panel, as if they were a packed matrix [dim, rows].
@@ -627,6 +650,6 @@ void logits(const Logits<Bfloat16>& call, int64_t first, int64_t columns) {
 
 const Kernels<Bfloat16> kAmx = {"amx", kColumns, kDeep, kRows, kPanel, kKeyBlock, pack, arrange, attention_room, attend,
                                 beams_room, attend_beams, inputs_room, inputs, output_room, output,
-                                arrange_rows, logits};
+                                dense_room, dense, arrange_rows, logits};
 
 }  // namespace jgr

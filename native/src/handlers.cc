@@ -274,17 +274,18 @@ ffi::Error beam_attention(ffi::ThreadPool pool, Array<Type> q, Array<Type> k, Ar
 
 // ---- matmuls ---------------------------------------------------------------------------------------------------
 
-// A stack of matrices [layers, rows, columns], of which one is packed into panels.
+// A matrix [rows, columns], and where it is packed into panels.
 template <class Type>
 struct Matrix {
   Stored from;
   int64_t rows, columns;
   Type* to;
-
-  int64_t size(const Kernels<Type>& kernels) const {
-    return parts(columns, kernels.panel) * kernels.panel * parts(rows, kernels.depth) * kernels.depth;
-  }
 };
+
+template <class Type>
+int64_t packed_size(const Kernels<Type>& kernels, int64_t rows, int64_t columns) {
+  return parts(columns, kernels.panel) * kernels.panel * parts(rows, kernels.depth) * kernels.depth;
+}
 
 template <class Type>
 void pack(ffi::ThreadPool& pool, const Kernels<Type>& kernels, const std::vector<Matrix<Type>>& matrices) {
@@ -338,26 +339,50 @@ auto layer_of(const Stack& stack, int64_t layer) {
   return stack.typed_data() + layer * (stack.element_count() / stack.dimensions()[0]);
 }
 
-// A layer's matrix of a stack [L, rows, columns]: numbers of Type; or int8, or the bits of fp8 as uint8, with scale
-// [L, columns].
-template <class Type>
-Stored matrix_of(const Weights& stack, const Floats& scale, int64_t layer) {
-  const auto type = stack.element_type();
-  const bool same = type != ffi::S8 && type != ffi::U8;
-  const int64_t size = stack.element_count() / stack.dimensions()[0] * (same ? sizeof(Type) : 1);
-  const char* const numbers = static_cast<const char*>(stack.untyped_data()) + layer * size;
-  if (same) return {numbers, Number::kSame, nullptr};
-  return {numbers, type == ffi::S8 ? Number::kInt8 : Number::kFp8, layer_of(scale, layer)};
-}
+// A stack of matrices is [L, rows, columns]: of Type, or int8, or uint8 that are the bits of fp8, with scale [L, columns];
+// or [L, packed size] of Type, which `pack` has made.
+bool is_packed(const Weights& stack) { return stack.dimensions().size() == 2; }
 
 template <class Type>
 void check_matrix(Check& check, const char* name, const Weights& stack, const Floats& scale, const Shape& shape) {
   const auto type = stack.element_type();
   const bool same = type == kNumbers<Type>;
-  check.is(name, stack, shape)
+  const Kernels<Type>* const kernels = best<Type>();
+  const bool packed = is_packed(stack) && same && kernels != nullptr;
+  check.is(name, stack, packed ? Shape{shape[0], packed_size(*kernels, shape[1], shape[2])} : shape)
       .that(same || type == ffi::S8 || type == ffi::U8, "matrices must be of the type of h, S8 or U8")
       .is("the scale of a matrix", scale, {shape[0], same ? 0 : shape[2]});
 }
+
+// The packed matrices of one layer: those that are packed already where they stand, the others in working memory.
+template <class Type>
+class Matrices {
+ public:
+  Matrices(const Kernels<Type>& kernels, Made<Type>& room, int64_t layer)
+      : kernels_(kernels), memory_(room->typed_data()), left_(room->element_count()), layer_(layer) {}
+
+  const Type* take(const Weights& stack, const Floats& scale, int64_t rows, int64_t columns) {
+    const int64_t size = packed_size(kernels_, rows, columns);
+    const auto type = stack.element_type();
+    const bool same = type == kNumbers<Type>;
+    const char* const numbers = static_cast<const char*>(stack.untyped_data()) +
+                                layer_ * (is_packed(stack) ? size : rows * columns) * (same ? sizeof(Type) : 1);
+    if (is_packed(stack)) return reinterpret_cast<const Type*>(numbers);
+    const Number number = same ? Number::kSame : type == ffi::S8 ? Number::kInt8 : Number::kFp8;
+    Type* const to = memory_;
+    memory_ += size, left_ -= size;
+    wanted_.push_back({{numbers, number, same ? nullptr : layer_of(scale, layer_)}, rows, columns, to});
+    return to;
+  }
+  bool fit() const { return left_ >= 0; }
+  void pack_all(ffi::ThreadPool& pool) { pack<Type>(pool, kernels_, wanted_); }
+
+ private:
+  const Kernels<Type>& kernels_;
+  Type* memory_;
+  int64_t left_, layer_;
+  std::vector<Matrix<Type>> wanted_;
+};
 
 template <class Stack>
 auto if_there(const Stack& stack, int64_t layer) {
@@ -405,17 +430,17 @@ ffi::Error inputs(ffi::ThreadPool pool, Array<Type> h, Ints real, Ints number, F
   if (check.failed()) return check.error();
 
   const Kernels<Type>& kernels = *found;
-  Type* memory = packed->typed_data();
-  Matrix<Type> of_q{matrix_of<Type>(wq, q_scale, layer), hidden, heads * dim, memory};
-  Matrix<Type> of_k{matrix_of<Type>(wk, k_scale, layer), hidden, kv_heads * dim, of_q.to + of_q.size(kernels)};
-  Matrix<Type> of_v{matrix_of<Type>(wv, v_scale, layer), hidden, kv_heads * dim, of_k.to + of_k.size(kernels)};
-  check.that(of_v.to + of_v.size(kernels) - memory <= static_cast<int64_t>(packed->element_count()), "packed is too small");
+  Matrices<Type> matrices(kernels, packed, layer);
+  const Type* const of_q = matrices.take(wq, q_scale, hidden, heads * dim);
+  const Type* const of_k = matrices.take(wk, k_scale, hidden, kv_heads * dim);
+  const Type* const of_v = matrices.take(wv, v_scale, hidden, kv_heads * dim);
+  check.that(matrices.fit(), "packed is too small");
   if (check.failed()) return check.error();
-  pack<Type>(pool, kernels, {of_q, of_k, of_v});
+  matrices.pack_all(pool);
 
   Inputs<Type> call{};
   call.h = h.typed_data(), call.norm = layer_of(norm, layer), call.cos = cos.typed_data(), call.sin = sin.typed_data();
-  call.packed_q = of_q.to, call.packed_k = of_k.to, call.packed_v = of_v.to;
+  call.packed_q = of_q, call.packed_k = of_k, call.packed_v = of_v;
   call.bias_q = if_there(bq, layer), call.bias_k = if_there(bk, layer), call.bias_v = if_there(bv, layer);
   call.norm_q = if_there(q_norm, layer), call.norm_k = if_there(k_norm, layer);
   call.q = heads > 0 ? q->typed_data() : nullptr, call.k = k->typed_data(), call.v = v->typed_data();
@@ -435,16 +460,16 @@ ffi::Error inputs(ffi::ThreadPool pool, Array<Type> h, Ints real, Ints number, F
 template <class Type>
 ffi::Error output(ffi::ThreadPool pool, Array<Type> h, Array<Type> attended, Ints real, Ints number, Weights wo,
                   Array<Type> norm, Weights gate, Weights up, Weights down, Floats o_scale, Floats gate_scale,
-                  Floats up_scale, Floats down_scale, Made<Type> out, Made<Type> packed, float eps) {
+                  Floats up_scale, Floats down_scale, Made<Type> out, Made<Type> packed, float eps, int64_t mlp) {
   const Kernels<Type>* const found = best<Type>();
   Check check;
-  check.that(h.dimensions().size() == 3 && wo.dimensions().size() == 3 && gate.dimensions().size() == 3 &&
-                 number.element_count() == 1,
-             "h, wo, gate or number has another number of dimensions")
+  check.that(h.dimensions().size() == 3 && attended.dimensions().size() == 3 && norm.dimensions().size() == 2 &&
+                 number.element_count() == 1 && mlp > 0,
+             "h, attended, norm, number or mlp is not as it must be")
       .that(found != nullptr, kNoKernels);
   if (check.failed()) return check.error();
   const int64_t batch = h.dimensions()[0], tokens = h.dimensions()[1], hidden = h.dimensions()[2];
-  const int64_t layers = wo.dimensions()[0], inner = wo.dimensions()[1], mlp = gate.dimensions()[2];
+  const int64_t layers = norm.dimensions()[0], inner = attended.dimensions()[2];
   const int64_t layer = number.typed_data()[0];
   check_matrix<Type>(check, "wo", wo, o_scale, {layers, inner, hidden});
   check_matrix<Type>(check, "gate", gate, gate_scale, {layers, hidden, mlp});
@@ -458,25 +483,66 @@ ffi::Error output(ffi::ThreadPool pool, Array<Type> h, Array<Type> attended, Int
   if (check.failed()) return check.error();
 
   const Kernels<Type>& kernels = *found;
-  Type* memory = packed->typed_data();
-  Matrix<Type> of_o{matrix_of<Type>(wo, o_scale, layer), inner, hidden, memory};
-  Matrix<Type> of_gate{matrix_of<Type>(gate, gate_scale, layer), hidden, mlp, of_o.to + of_o.size(kernels)};
-  Matrix<Type> of_up{matrix_of<Type>(up, up_scale, layer), hidden, mlp, of_gate.to + of_gate.size(kernels)};
-  Matrix<Type> of_down{matrix_of<Type>(down, down_scale, layer), mlp, hidden, of_up.to + of_up.size(kernels)};
-  check.that(of_down.to + of_down.size(kernels) - memory <= static_cast<int64_t>(packed->element_count()),
-             "packed is too small");
+  Matrices<Type> matrices(kernels, packed, layer);
+  const Type* const of_o = matrices.take(wo, o_scale, inner, hidden);
+  const Type* const of_gate = matrices.take(gate, gate_scale, hidden, mlp);
+  const Type* const of_up = matrices.take(up, up_scale, hidden, mlp);
+  const Type* const of_down = matrices.take(down, down_scale, mlp, hidden);
+  check.that(matrices.fit(), "packed is too small");
   if (check.failed()) return check.error();
-  pack<Type>(pool, kernels, {of_o, of_gate, of_up, of_down});
+  matrices.pack_all(pool);
 
   Output<Type> call{};
   call.h = h.typed_data(), call.attended = attended.typed_data(), call.norm = layer_of(norm, layer);
-  call.packed_o = of_o.to, call.packed_gate = of_gate.to, call.packed_up = of_up.to, call.packed_down = of_down.to;
+  call.packed_o = of_o, call.packed_gate = of_gate, call.packed_up = of_up, call.packed_down = of_down;
   call.out = out->typed_data(), call.inner = inner, call.hidden = hidden, call.mlp = mlp, call.eps = eps;
   const std::vector<int64_t> places = places_of(real);
   call.places = places.data();
   clear_others(real, call.out, 1, hidden);
   over_rows(pool, static_cast<int64_t>(places.size()), kernels.row_tile, [call, &kernels](int64_t first, int64_t rows) {
     kernels.output(call, first, rows, room(kernels.output_room(call, rows)));
+  });
+  return ffi::Error::Success();
+}
+
+// ---- matrices alone ----------------------------------------------------------------------------------------------
+
+// stack [L, rows, columns], packed [L, packed size].
+template <class Type>
+ffi::Error pack_stack(ffi::ThreadPool pool, Array<Type> stack, Made<Type> packed) {
+  Check check;
+  const Kernels<Type>* const found = best<Type>();
+  check.that(stack.dimensions().size() == 3, "a stack must have three dimensions").that(found != nullptr, kNoKernels);
+  if (check.failed()) return check.error();
+  const int64_t layers = stack.dimensions()[0], rows = stack.dimensions()[1], columns = stack.dimensions()[2];
+  const int64_t size = packed_size(*found, rows, columns);
+  check.is("packed", *packed, {layers, size});
+  if (check.failed()) return check.error();
+  std::vector<Matrix<Type>> wanted;
+  for (int64_t layer = 0; layer < layers; ++layer)
+    wanted.push_back({{stack.typed_data() + layer * rows * columns, Number::kSame, nullptr}, rows, columns,
+                      packed->typed_data() + layer * size});
+  pack<Type>(pool, *found, wanted);
+  return ffi::Error::Success();
+}
+
+// x [n, rows], packed [packed size], out [n, columns].
+template <class Type>
+ffi::Error dense(ffi::ThreadPool pool, Array<Type> x, Array<Type> packed, Made<Type> out) {
+  Check check;
+  const Kernels<Type>* const found = best<Type>();
+  check.that(x.dimensions().size() == 2 && out->dimensions().size() == 2, "x and out must have two dimensions")
+      .that(found != nullptr, kNoKernels);
+  if (check.failed()) return check.error();
+  const Kernels<Type>& kernels = *found;
+  const int64_t rows = x.dimensions()[0];
+  Dense<Type> call{};
+  call.x = x.typed_data(), call.packed = packed.typed_data(), call.out = out->typed_data();
+  call.depth = x.dimensions()[1], call.columns = out->dimensions()[1];
+  check.is("packed", packed, {packed_size(kernels, call.depth, call.columns)}).is("out", *out, {rows, call.columns});
+  if (check.failed()) return check.error();
+  over_rows(pool, rows, kernels.row_tile, [call, &kernels](int64_t first, int64_t rows) {
+    kernels.dense(call, first, rows, room(kernels.dense_room(call, rows)));
   });
   return ffi::Error::Success();
 }
@@ -570,7 +636,19 @@ template <class Type>
 auto binding_of_output() {
   return ffi::Ffi::Bind().template Ctx<ffi::ThreadPool>().template Arg<Array<Type>>().template Arg<Array<Type>>().template Arg<Ints>().template Arg<Ints>()
       .template Arg<Weights>().template Arg<Array<Type>>().template Arg<Weights>().template Arg<Weights>().template Arg<Weights>().template Arg<Floats>().template Arg<Floats>()
-      .template Arg<Floats>().template Arg<Floats>().template Ret<Array<Type>>().template Ret<Array<Type>>().template Attr<float>("eps");
+      .template Arg<Floats>().template Arg<Floats>().template Ret<Array<Type>>().template Ret<Array<Type>>().template Attr<float>("eps")
+      .template Attr<int64_t>("mlp");
+}
+
+template <class Type>
+auto binding_of_pack() {
+  return ffi::Ffi::Bind().template Ctx<ffi::ThreadPool>().template Arg<Array<Type>>().template Ret<Array<Type>>();
+}
+
+template <class Type>
+auto binding_of_dense() {
+  return ffi::Ffi::Bind().template Ctx<ffi::ThreadPool>().template Arg<Array<Type>>().template Arg<Array<Type>>()
+      .template Ret<Array<Type>>();
 }
 
 template <class Type>
@@ -595,3 +673,5 @@ JGR_CALL(jgr_native_inputs_bfloat16, binding_of_inputs, inputs, jgr::Bfloat16);
 JGR_CALL(jgr_native_output_float32, binding_of_output, output, float);
 JGR_CALL(jgr_native_output_bfloat16, binding_of_output, output, jgr::Bfloat16);
 JGR_CALL(jgr_native_token_logits_bfloat16, binding_of_logits, logits, jgr::Bfloat16);
+JGR_CALL(jgr_native_pack_bfloat16, binding_of_pack, pack_stack, jgr::Bfloat16);
+JGR_CALL(jgr_native_dense_bfloat16, binding_of_dense, dense, jgr::Bfloat16);

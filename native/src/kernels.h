@@ -68,6 +68,14 @@ struct Output {
   float eps;
 };
 
+// Rows [rows, depth] times a packed matrix [depth, columns]: out [rows, columns].
+template <class Type>
+struct Dense {
+  const Type *x, *packed;
+  Type* out;
+  int64_t depth, columns;
+};
+
 // The products of every row of hidden [rows, dim] with every one of heads [columns, dim]: out [rows, columns].
 template <class Type>
 struct Logits {
@@ -107,7 +115,10 @@ struct Kernels {
   void (*inputs)(const Inputs<Type>&, int64_t first, int64_t rows, float* room);
   int64_t (*output_room)(const Output<Type>&, int64_t rows);
   void (*output)(const Output<Type>&, int64_t first, int64_t rows, float* room);
-  // Rows [rows, dim], `panel` at most, as `logits` wants them, in [panel * dim]; null where it is left to XLA.
+  // The rest is null where it is left to XLA.
+  int64_t (*dense_room)(const Dense<Type>&, int64_t rows);
+  void (*dense)(const Dense<Type>&, int64_t first, int64_t rows, float* room);
+  // Rows [rows, dim], `panel` at most, as `logits` wants them, in [panel * dim].
   void (*arrange_rows)(const Type* from, int64_t rows, int64_t dim, Type* arranged);
   void (*logits)(const Logits<Type>&, int64_t first, int64_t columns);
 };

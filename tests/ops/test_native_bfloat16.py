@@ -16,16 +16,19 @@ import pytest
 from hypothesis import given, settings
 
 from jgr.models import decoder, params
+from jgr.models.generators import laid_out
 from jgr.models.kv import BeamKV
 from jgr.ops import decoder_layer, native
 from jgr.ops.beam_attention.arguments import Arguments as OfBeams
 from jgr.ops.beam_attention.cases import OP as OF_BEAMS
 from jgr.ops.decoder_layer.cases import OF_INPUTS, OF_OUTPUT
+from jgr.ops.dense import dense
 from jgr.ops.quantized import Quantized
 from jgr.ops.segment_attention import Arguments, Causal, segment_attention
 from jgr.ops.segment_attention import native as attention_form
 from jgr.ops.segment_attention.cases import OP
 from jgr.ops.testing import Case, OpCases
+from jgr.ops.tiled import Tiled, tiled
 from jgr.ops.token_logits import token_logits
 from jgr.ops.token_logits.cases import OP as OF_LOGITS
 from jgr.prompt.layouts import Tokens
@@ -131,6 +134,51 @@ def test_matrices_in_8_bits(kind: str) -> None:
         return decoder_layer.layer_output(*given, eps=1e-6, implementation=form)
 
     near(call(matrices, "native", HALF), call(floats, "reference", jnp.float32))
+
+
+@pytest.mark.parametrize("case", ROWS, ids=lambda case: case.name)
+def test_tiled_matrices_give_the_same(case: Case) -> None:
+    """Bit by bit, since the library brings others into the same order; and by themselves in `dense`."""
+    arrays = OF_OUTPUT.draw(case, HALF)
+    h, attended, norm = (arrays.pop(name) for name in ("h", "attended", "norm"))
+    matrices = {name: x / float(np.sqrt(x.shape[1])) for name, x in arrays.items()}
+    tiles = {name: tiled(x) for name, x in matrices.items()}
+    assert {name: x.shape for name, x in tiles.items()} == {name: x.shape for name, x in matrices.items()}
+
+    def output(w: dict[str, Any]) -> jax.Array:
+        after = decoder_layer.OutputWeights(norm=norm, **w)
+        return decoder_layer.layer_output(h, attended, after, jnp.int32(1), eps=1e-6, implementation="native")
+
+    np.testing.assert_array_equal(output(tiles), output(matrices))
+    one = jax.tree.map(lambda x: x[1], tiles["wo"])
+    near(dense(attended, one), np.asarray(attended, np.float64) @ np.asarray(matrices["wo"][1], np.float64))
+
+
+def test_weights_are_tiled_when_they_are_laid_out(model: Decoder) -> None:
+    """A decoder's matrices in bfloat16 and no others; prompts are the same, and so by XLA's attention."""
+    cfg, weights = model
+    laid = laid_out(weights)
+    assert all(
+        isinstance(getattr(laid.layers, name), Tiled)
+        for name in ("wq", "wk", "wv", "wo", "gate", "up", "down")
+    )
+    assert laid.embed is weights.embed and laid.layers.mlp_norm is weights.layers.mlp_norm
+    assert laid_out(weights, devices=2) is weights
+    whole = jax.tree.map(lambda x: x.astype(jnp.float32), weights)
+    assert laid_out(whole) is whole
+
+    tokens, lengths = jax.random.randint(jax.random.key(2), (2, 130), 0, 300), jnp.array([77, 130])
+    prompts = jax.jit(decoder.prefill, static_argnums=1, static_argnames="attention", compiler_options=CHEAP)
+    for ours, theirs in zip(
+        jax.tree.leaves(prompts(laid, cfg, tokens, lengths)),
+        jax.tree.leaves(prompts(weights, cfg, tokens, lengths)),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(np.asarray(ours, np.float32), np.asarray(theirs, np.float32))
+    plain = prompts(whole, cfg, tokens, lengths, attention="reference")
+    by_xla = prompts(laid, cfg, tokens, lengths, attention="reference")
+    real = (jnp.arange(130) < lengths[:, None])[..., None]
+    near(jnp.where(real, by_xla.hidden, 0), jnp.where(real, plain.hidden, 0), 8.0)
 
 
 @pytest.mark.parametrize("op", (OF_INPUTS, OF_OUTPUT), ids=lambda op: op.name)
@@ -313,6 +361,13 @@ def test_shapes_that_do_not_fit_are_errors() -> None:
         ("attention", [q.shape, (room - 1,)], (q, kv, kv, six, four), "arranged is too small"),
         ("attention", [odd[0].shape, (2 * room,)], (odd[0], odd[1], odd[1], six, four), "multiple of 32"),
         ("attention", [q.shape, (room,)], (q, kv[:, :1], kv, six, four), r"v is \[1, 2, 4, 32\]"),
+        ("dense", [(3, 20)], (hidden, head[:, 0]), r"packed is \[20\], and must be \[2048\]"),
+        (
+            "pack",
+            [(2, 1023)],
+            (jnp.zeros((2, 5, 7), HALF),),
+            r"packed is \[2, 1023\], and must be \[2, 1024\]",
+        ),
         ("token_logits", [logits, (32 * 64 - 1,)], (hidden, head), "arranged is too small"),
         ("token_logits", [logits, (32 * 64,)], (hidden, head[:, :32]), r"heads is \[20, 32\]"),
         ("token_logits", [logits, (32 * 64,)], (hidden, head[:5]), "16 heads|out is"),

@@ -8,9 +8,10 @@ from typing import NamedTuple
 import jax
 
 from jgr.ops.quantized import Quantized
+from jgr.ops.tiled import Tiled
 
-Matrices = jax.Array | Quantized
-"""A stack of matrices [L, D, F], of the dtype of everything else or in 8 bits."""
+Matrices = jax.Array | Quantized | Tiled
+"""A stack of matrices [L, D, F], of the dtype of everything else, as it is or in tiles, or in 8 bits."""
 
 
 class InputWeights(NamedTuple):

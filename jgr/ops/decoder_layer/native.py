@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Both ops by the library jgr-native: ranges of some 96 rows, whose activations stay in a core's cache from the norm to
 the last product. Padding is not computed, so that a prompt takes time by its own length and not by that of the compiled
-shape; it gets zeros. Weights are packed into panels first, once a call. No gradients.
+shape; it gets zeros. Weights are packed into panels first, once a call, unless they are Tiled. No gradients.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jgr.ops import native
 from jgr.ops.decoder_layer.arguments import Inputs, Matrices, Output
 from jgr.ops.quantized import Quantized
+from jgr.ops.tiled import Tiled
 
 LEAST_ROWS = 64
 """With fewer rows packing costs more than it gains, in float32. In bfloat16 XLA makes float32 of every matrix."""
@@ -43,9 +44,15 @@ def _stored(*stacks: Matrices) -> tuple[list[jax.Array], list[jax.Array]]:
 
     The library applies factors when it packs a matrix, whose floats are there then in any case.
     """
-    numbers = [w.values if isinstance(w, Quantized) else w for w in stacks]
+    numbers = [w.values if isinstance(w, Quantized | Tiled) else w for w in stacks]
     none = jnp.zeros((stacks[0].shape[0], 0), jnp.float32)
     return numbers, [w.scale if isinstance(w, Quantized) else none for w in stacks]
+
+
+def _room(h: jax.Array, *stacks: Matrices) -> int:
+    """Numbers of the working memory in which a layer's matrices are packed, those that are not tiled already."""
+    matrices = [(w.shape[1], w.shape[2]) for w in stacks if not isinstance(w, Tiled)]
+    return native.packed_size(h.dtype, *matrices)
 
 
 def attention_inputs(call: Inputs) -> tuple[jax.Array | None, jax.Array, jax.Array]:
@@ -58,7 +65,7 @@ def attention_inputs(call: Inputs) -> tuple[jax.Array | None, jax.Array, jax.Arr
         wq, bq, q_norm = jnp.zeros((layers, hidden, 0), call.h.dtype), None, None
     heads, kv_heads = wq.shape[2] // call.head, w.wk.shape[2] // call.head
     kv = batch, kv_heads, tokens, call.head
-    room = native.packed_size(call.h.dtype, *((hidden, matrix.shape[2]) for matrix in (wq, w.wk, w.wv)))
+    room = _room(call.h, wq, w.wk, w.wv)
     numbers, scales = _stored(wq, w.wk, w.wv)
     q, k, v, _ = native.call(
         "inputs",
@@ -80,12 +87,11 @@ def attention_inputs(call: Inputs) -> tuple[jax.Array | None, jax.Array, jax.Arr
 def layer_output(call: Output) -> jax.Array:
     """See jgr.ops.decoder_layer."""
     w = call.weights
-    (inner, hidden), mlp = w.wo.shape[1:], w.gate.shape[2]
-    room = native.packed_size(call.h.dtype, (inner, hidden), (hidden, mlp), (hidden, mlp), (mlp, hidden))
+    room = _room(call.h, w.wo, w.gate, w.up, w.down)
     number = jnp.reshape(call.number, (1,)).astype(jnp.int32)
     (wo, *mlp_numbers), scales = _stored(w.wo, w.gate, w.up, w.down)
     out, _ = native.call(
         "output", [call.h.shape, (room,)], call.h, call.attended, _real(call), number, wo, w.norm, *mlp_numbers,
-        *scales, eps=call.eps,
+        *scales, eps=call.eps, mlp=w.gate.shape[2],
     )  # fmt: skip
     return out
