@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
@@ -103,7 +104,7 @@ def with_matrices_tiled(params: DecoderParams) -> DecoderParams:
         return isinstance(x, Quantized)
 
     def of(x: Any) -> Any:
-        return tiled(x) if not is_quantized(x) and x.ndim == 3 else x
+        return tiled(x) if not is_quantized(x) and x.ndim == 3 and x.dtype == jnp.bfloat16 else x
 
     return replace(params, layers=jax.tree.map(of, params.layers, is_leaf=is_quantized))
 

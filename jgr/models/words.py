@@ -63,8 +63,10 @@ def as_bits(numbers: jax.Array) -> jax.Array:
 
 
 def from_bits(bits: jax.Array, dtype: Any) -> jax.Array:
-    """The numbers of a dtype that `as_bits` saw."""
-    return lax.bitcast_convert_type(bits, dtype) if bits.dtype != dtype else bits
+    """The numbers of a dtype that `as_bits` saw; others as they are."""
+    return (
+        lax.bitcast_convert_type(bits, dtype) if bits.dtype == jnp.uint16 and dtype == jnp.bfloat16 else bits
+    )
 
 
 def read(array: jax.Array, page: jax.Array, word: jax.Array, count: int) -> jax.Array:

@@ -23,7 +23,7 @@ from jgr.ops import native
 class Tiled:
     """A matrix, or a stack of them, in the place of an array [..., D, F]."""
 
-    values: Any  # [..., native.packed_size] bfloat16
+    values: Any  # [..., native.tiled_size] bfloat16
     rows: int  # D
     columns: int  # F
 

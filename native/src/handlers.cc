@@ -151,7 +151,8 @@ std::vector<Bounds> bounds_of_keys(const Attention<Type>& call, int64_t size) {
   return made;
 }
 
-// Arranges the values v [heads, keys, dim], `at(head)` their first request and `there(head)` how many are there.
+// Arranges the values v [heads, keys, dim]: requests(head) are those of its keys, or null, and there(head) says how many
+// there are.
 template <class Type, class Requests, class There>
 void arrange(ffi::ThreadPool& pool, const Kernels<Type>& kernels, const Type* v, int64_t heads, int64_t keys, int64_t dim,
              Requests requests, There there, Type* arranged) {
@@ -344,12 +345,11 @@ auto layer_of(const Stack& stack, int64_t layer) {
 bool is_packed(const Weights& stack) { return stack.dimensions().size() == 2; }
 
 template <class Type>
-void check_matrix(Check& check, const char* name, const Weights& stack, const Floats& scale, const Shape& shape) {
+void check_matrix(Check& check, const Kernels<Type>& kernels, const char* name, const Weights& stack,
+                  const Floats& scale, const Shape& shape) {
   const auto type = stack.element_type();
-  const bool same = type == kNumbers<Type>;
-  const Kernels<Type>* const kernels = best<Type>();
-  const bool packed = is_packed(stack) && same && kernels != nullptr;
-  check.is(name, stack, packed ? Shape{shape[0], packed_size(*kernels, shape[1], shape[2])} : shape)
+  const bool same = type == kNumbers<Type>, packed = is_packed(stack) && same && kernels.dense != nullptr;
+  check.is(name, stack, packed ? Shape{shape[0], packed_size(kernels, shape[1], shape[2])} : shape)
       .that(same || type == ffi::S8 || type == ffi::U8, "matrices must be of the type of h, S8 or U8")
       .is("the scale of a matrix", scale, {shape[0], same ? 0 : shape[2]});
 }
@@ -412,9 +412,9 @@ ffi::Error inputs(ffi::ThreadPool pool, Array<Type> h, Ints real, Ints number, F
   const auto optional = [&](const char* name, const Array<Type>& x, int64_t size) {
     check.is(name, x, {layers, x.dimensions()[1] == 0 ? 0 : size});
   };
-  check_matrix<Type>(check, "wq", wq, q_scale, {layers, hidden, heads * dim});
-  check_matrix<Type>(check, "wk", wk, k_scale, {layers, hidden, kv_heads * dim});
-  check_matrix<Type>(check, "wv", wv, v_scale, {layers, hidden, kv_heads * dim});
+  check_matrix<Type>(check, *found, "wq", wq, q_scale, {layers, hidden, heads * dim});
+  check_matrix<Type>(check, *found, "wk", wk, k_scale, {layers, hidden, kv_heads * dim});
+  check_matrix<Type>(check, *found, "wv", wv, v_scale, {layers, hidden, kv_heads * dim});
   check.is("norm", norm, {layers, hidden})
       .is("real", real, {batch, tokens})
       .is("cos", cos, {batch, tokens, 1, dim / 2})
@@ -471,10 +471,10 @@ ffi::Error output(ffi::ThreadPool pool, Array<Type> h, Array<Type> attended, Int
   const int64_t batch = h.dimensions()[0], tokens = h.dimensions()[1], hidden = h.dimensions()[2];
   const int64_t layers = norm.dimensions()[0], inner = attended.dimensions()[2];
   const int64_t layer = number.typed_data()[0];
-  check_matrix<Type>(check, "wo", wo, o_scale, {layers, inner, hidden});
-  check_matrix<Type>(check, "gate", gate, gate_scale, {layers, hidden, mlp});
-  check_matrix<Type>(check, "up", up, up_scale, {layers, hidden, mlp});
-  check_matrix<Type>(check, "down", down, down_scale, {layers, mlp, hidden});
+  check_matrix<Type>(check, *found, "wo", wo, o_scale, {layers, inner, hidden});
+  check_matrix<Type>(check, *found, "gate", gate, gate_scale, {layers, hidden, mlp});
+  check_matrix<Type>(check, *found, "up", up, up_scale, {layers, hidden, mlp});
+  check_matrix<Type>(check, *found, "down", down, down_scale, {layers, mlp, hidden});
   check.is("attended", attended, {batch, tokens, inner})
       .is("real", real, {batch, tokens})
       .is("norm", norm, {layers, hidden})
@@ -575,8 +575,11 @@ ffi::Error logits(ffi::ThreadPool pool, Array<Type> hidden, Array<Type> heads, M
     kernels.arrange_rows(from + first * call.dim, std::min(panel, call.rows - first), call.dim, to + first * call.dim);
   });
   constexpr int64_t kAtOnce = 512;
-  parallel(pool, parts(call.columns, kAtOnce), [=, &kernels](int64_t item) {
-    kernels.logits(call, item * kAtOnce, std::min(kAtOnce, call.columns - item * kAtOnce));
+  // The last item takes the rest too: its last tile begins 16 columns before the end, which no other item may write.
+  const int64_t items = std::max<int64_t>(call.columns / kAtOnce, 1);
+  parallel(pool, items, [=, &kernels](int64_t item) {
+    const int64_t first = item * kAtOnce;
+    kernels.logits(call, first, item == items - 1 ? call.columns - first : kAtOnce);
   });
   return ffi::Error::Success();
 }

@@ -17,12 +17,13 @@ from jgr.ops.quantized import Quantized
 from jgr.ops.tiled import Tiled
 
 LEAST_ROWS = 64
-"""With fewer rows packing costs more than it gains, in float32. In bfloat16 XLA makes float32 of every matrix."""
+"""With fewer rows packing costs more than it gains. In bfloat16 matrices are packed already, those of 8 bits apart."""
 
 
 def supports(call: Inputs | Output) -> str | None:
     """Why the form cannot run, or None."""
-    if call.h.dtype == jnp.float32 and math.prod(call.h.shape[:2]) < LEAST_ROWS:
+    is_packed = any(map(_is_quantized, call.weights)) or call.h.dtype == jnp.float32
+    if is_packed and math.prod(call.h.shape[:2]) < LEAST_ROWS:
         return f"fewer than {LEAST_ROWS} rows"
     whole = jax.tree.map(
         lambda w: None if isinstance(w, Quantized) else w, call.weights, is_leaf=_is_quantized

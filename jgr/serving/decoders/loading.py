@@ -127,7 +127,7 @@ def _load_model(folder: Path, config: Config, devices: Devices, kinds: Sequence[
         return cfg, laid_out(params, devices.count)
 
     checkpoint.require_size(folder, files)  # before `once` hashes them
-    weights = once(files, ("generator", dtype, kind, devices), read)
+    weights = once(files, ("generator", dtype, kind, devices, native.in_use()), read)
     path = folder / "tokenizer.json"
     tokenizer = Tokenizer.from_file(path) if path.exists() else None
     profiles = make_profiles(config.profiles, kinds)
