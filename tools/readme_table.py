@@ -42,8 +42,6 @@ HEADLINES = (
     "time-of-vllm-over-jgr-unconstrained-prompt-512-beam-128",
     "rate-over-vllm-at-least-common-p99-limit-beam-32",
     "prefill-time-over-best-peer-prompt-1024-batch-8",
-    "bfloat16-time-of-best-peer-over-jgr-prompt-1024-batch-8",
-    "bfloat16-time-of-float32-over-jgr-valid-search-512-beams-128",
     "h200-constrained-beam-256-prompt-5000-batch-8",
     "h200-pytorch-time-over-jgr-beam-256-prompt-5000-batch-8",
     "time-constrained-over-unconstrained-at-every-catalog-size",
