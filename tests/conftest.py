@@ -3,9 +3,10 @@
 
 A test marked `data("folder")` reads a dataset, one marked `gpu` a GPU, and one marked `prometheus`, `chromium`, `zsh`
 or `fish` runs that program of Debian's, one marked `ray` or `nixl` runs that package, one marked `gpu_compiler` Triton,
-one marked `namespaces` has two nodes on this machine, which takes root's rights, and one marked `native` the library of
-kernels for CPUs, which takes a C++ compiler. Where that is missing they are deselected, not skipped, and the summary
-says how many ran: an absent check must not look like a passed one.
+one marked `namespaces` has two nodes on this machine, which takes root's rights, one marked `native` the library of
+kernels for CPUs, which takes a C++ compiler, and one marked `amx` its kernels for processors with AMX. Where that is
+missing they are deselected, not skipped, and the summary says how many ran: an absent check must not look like a passed
+one.
 """
 
 from __future__ import annotations
@@ -69,6 +70,13 @@ def _may_make_namespaces() -> bool:
     return any(int(line.split()[1], 16) & _CAP_SYS_ADMIN for line in lines if line.startswith("CapEff:"))
 
 
+def _has_amx() -> bool:
+    """Whether the processor has what the library's kernels for bfloat16 take, as Linux names it."""
+    about = Path("/proc/cpuinfo")
+    words = about.read_text().split() if about.exists() else []
+    return {"amx_tile", "amx_bf16", "avx512_bf16"} <= set(words)
+
+
 _PROGRAMS = {
     "prometheus": PROMETHEUS,
     "chromium": CHROMIUM,
@@ -79,6 +87,7 @@ _PROGRAMS = {
     "gpu_compiler": str(_GPU_COMPILER) if (_GPU_COMPILER / "triton").is_dir() else "",
     "namespaces": (shutil.which("ip") or "") if _may_make_namespaces() else "",
     "native": str(_NATIVE) if (_NATIVE / "jgr_native").is_dir() else "",
+    "amx": str(_NATIVE) if (_NATIVE / "jgr_native").is_dir() and _has_amx() else "",
 }
 """What tests are marked with, Debian's programs by the packages' names: where they are, "" where they are not."""
 _GET = {
@@ -87,6 +96,7 @@ _GET = {
     "nixl": "pip install --no-deps nixl-cu12",
     "gpu_compiler": "make installed",
     "native": "make installed, with a C++ compiler",
+    "amx": "make installed, with a C++ compiler, on a processor with AMX",
 }
 _LONGEST = ("test_docs.py", "test_journeys.py")
 _LONG = ("training", "models", "serving", "evaluation", "ops", "cli", "benchmarks")
