@@ -38,8 +38,6 @@ from benchmarks.harness import Benchmark, Claim, Measured, Missing, Quiet, Row
 from benchmarks.peers import client, workload
 from benchmarks.peers.client import COMPILED, OPENVINO, PYTORCH, Present
 from benchmarks.peers.workload import Int32
-from jgr.config import override
-from jgr.evaluation.metrics import Hits, mean_all
 from jgr.models import hf
 from jgr.models.generators import laid_out
 from jgr.ops import native
@@ -152,30 +150,6 @@ def compared(done: Mapping[str, Sequence[Any]], ms: Callable[[Any], float]) -> R
     return row
 
 
-# ---- quality -----------------------------------------------------------------------------------------------------
-
-
-def quality_rows(few: int | None) -> list[Row]:
-    config, rows, whole = quantized_weights.trained(), list[Row](), None
-    for name in (WHOLE, HALF):
-        ranked, targets, weights = quantized_weights.rankings(
-            override(config, f"model.dtype={name}"), "", few
-        )
-        whole = ranked if whole is None else whole
-        metrics = mean_all(Hits.of_targets(ranked, targets), quantized_weights.METRICS)
-        rows.append(
-            {
-                "quality": name,
-                "examples": len(targets),
-                "overlap@10": harness.rounded(quantized_weights.overlap(whole, ranked)),
-                "same_first_item": harness.rounded(float((whole[:, 0] == ranked[:, 0]).mean())),
-                **{metric: harness.rounded(value) for metric, value in metrics.items()},
-                "weights_bytes": weights,
-            }
-        )
-    return rows
-
-
 # ---- all of it ---------------------------------------------------------------------------------------------------
 
 
@@ -183,7 +157,9 @@ def measure(quick: bool, quiet: Quiet) -> Measured:
     if HALF not in native.library().types:
         raise Missing("needs a processor with AMX, and jgr-native (make native)")
     lengths, shapes, rounds = (PROMPTS[:1], SHAPES[:1], 1) if quick else (PROMPTS, SHAPES, ROUNDS)
-    rows = quality_rows(100 if quick else None)
+    rows = quantized_weights.quality_rows(
+        {name: f"model.dtype={name}" for name in (WHOLE, HALF)}, 100 if quick else None
+    )
     catalog = workload.make_catalog(np.random.default_rng(0))
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))

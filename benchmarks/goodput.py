@@ -38,7 +38,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -488,8 +487,7 @@ if __name__ == "__main__":
         Benchmark(
             "goodput",
             measure,
-            # Its kernels for CPUs, where they are installed: without them a generator's capacity is another.
-            ("jax", "msgspec", "numpy", *(["jgr-native"] if find_spec("jgr_native") else [])),
+            ("jax", "msgspec", "numpy"),
             (Path(__file__), harness.ROOT / "jgr/simulation/serving.py"),
         )
     )

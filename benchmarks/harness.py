@@ -216,7 +216,9 @@ def describe(benchmark: Benchmark, command: str, measured: Measured, seconds: fl
     sources: the digest of all code that the benchmark may run, by which a claim is known to be stale later.
     """
     measured_commit, dirty = commit()
-    versions = {name: importlib.metadata.version(name) for name in benchmark.packages}
+    # Its kernels for CPUs, where they are installed: without them a decoder takes another time.
+    packages = [*benchmark.packages, *(["jgr-native"] if find_spec("jgr_native") else [])]
+    versions = {name: importlib.metadata.version(name) for name in packages}
     return {
         "benchmark": benchmark.name,
         "command": command,

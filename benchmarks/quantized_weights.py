@@ -82,13 +82,13 @@ def trained() -> Config:
     return override(config, f"model.path={folder}", "model.compilation_cache=", "profiles.batch=32")
 
 
-def rankings(config: Config, kind: Quantization, few: int | None) -> tuple[Int32, Int32, int]:
+def rankings(config: Config, few: int | None) -> tuple[Int32, Int32, int]:
     """The ten best items for every test history [n, 10], the targets [n], and the bytes of the weights."""
     from jgr.serving.versions.loading import load_any
 
     dataset = load_dataset(config.data)
     examples = dataset.interactions.test if few is None else dataset.interactions.test.select(slice(few))
-    engine = load_any(override(config, f"model.quantize={kind}"))
+    engine = load_any(config)
     with LocalEngine(engine, dataset.catalog, config.server.drain_timeout_s) as served:
         found = served.recommend_all(examples, Query(TOP_K, exclude_history=INDUSTRIAL.exclude_history))
     return found, examples.targets, engine.memory["weights"]
@@ -99,10 +99,11 @@ def overlap(one: Int32, other: Int32) -> float:
     return float(np.mean([len(np.intersect1d(a, b)) / len(a) for a, b in zip(one, other, strict=True)]))
 
 
-def quality_rows(few: int | None) -> list[Row]:
+def quality_rows(changes: Mapping[str, str], few: int | None) -> list[Row]:
+    """A row for each change to the trained generator's configuration; overlaps are with the first one's items."""
     config, rows, plain = trained(), list[Row](), None
-    for name, kind in KINDS.items():
-        ranked, targets, weights = rankings(config, kind, few)
+    for name, change in changes.items():
+        ranked, targets, weights = rankings(override(config, change), few)
         plain = ranked if plain is None else plain
         metrics = mean_all(Hits.of_targets(ranked, targets), METRICS)
         rows.append(
@@ -229,7 +230,9 @@ def _ms(call: Callable[[], Any]) -> float:
 
 
 def measure(quick: bool, quiet: Quiet) -> Measured:
-    rows = quality_rows(100 if quick else None)
+    rows = quality_rows(
+        {name: f"model.quantize={kind}" for name, kind in KINDS.items()}, 100 if quick else None
+    )
     for name, cfg in list(MODELS.items())[: 1 if quick else None]:
         rows += model_rows(name, cfg, 1 if quick else 5, quiet)
     rows.append({"kernels": native.describe(), "prompt_tokens": PROMPT, "beams": BEAMS})

@@ -156,6 +156,17 @@ inline void turn(__m512i (&x)[16]) {
   }
 }
 
+// 16 rows of 16 words, from(row), turned: to(column, words) takes each column.
+template <class From, class To>
+inline void turn_from(From from, To to) {
+  __m512i x[16];
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; ++i) x[i] = from(i);
+  turn(x);
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; ++i) to(i, x[i]);
+}
+
 // `count` numbers of a row of a matrix, the others 0; those of 8 bits are times their factors.
 inline __m512i row_of(const Stored& matrix, int64_t row, int64_t columns, int64_t first, int64_t count) {
   if (matrix.type == Number::kSame) {
@@ -198,13 +209,9 @@ void arrange(const Bfloat16* values, const int32_t* request, int64_t count, int6
       for (int i = 0; i < 16; ++i)
         pair_up(value(key + 2 * i, first), value(key + 2 * i + 1, first), pairs[0][i], pairs[1][i]);
       for (int half = 0; half < 2; ++half) {
-        __m512i x[16];
-#pragma GCC unroll 16
-        for (int i = 0; i < 16; ++i) x[i] = numbers_at(pairs[half][i]);
-        turn(x);
         Bfloat16* const tile = to + (first / 16 + half) * of_dim + key * 16;
-#pragma GCC unroll 16
-        for (int i = 0; i < 16; ++i) _mm512_storeu_si512(tile + i * 32, x[i]);
+        turn_from([&](int i) { return numbers_at(pairs[half][i]); },
+                  [=](int i, __m512i x) { _mm512_storeu_si512(tile + i * 32, x); });
       }
     }
 }
@@ -214,15 +221,11 @@ template <class From>
 inline void arrange_queries(int64_t dim, From from, Bfloat16* q) {
   for (int lane = 0; lane < kPanel; lane += 16)
     for (int64_t first = 0; first < dim; first += 32) {
-      __m512i x[16];
-#pragma GCC unroll 16
-      for (int i = 0; i < 16; ++i) {
+      const auto dims = [&](int i) {
         const Bfloat16* const at = from(lane + i);
-        x[i] = at == nullptr ? _mm512_setzero_si512() : numbers_at(at + first);
-      }
-      turn(x);
-#pragma GCC unroll 16
-      for (int i = 0; i < 16; ++i) _mm512_storeu_si512(q + (first / 2 + i) * 2 * kPanel + 2 * lane, x[i]);
+        return at == nullptr ? _mm512_setzero_si512() : numbers_at(at + first);
+      };
+      turn_from(dims, [=](int i, __m512i x) { _mm512_storeu_si512(q + (first / 2 + i) * 2 * kPanel + 2 * lane, x); });
     }
 }
 
@@ -350,14 +353,9 @@ inline void mix(int64_t count, int64_t there, int64_t dim, const Bfloat16* keys,
 template <class Row>
 inline void turn_lanes(int64_t dim, const float* out, Row row) {
   for (int j = 0; j < VECTORS; ++j)
-    for (int64_t first = 0; first < dim; first += 16) {
-      __m512i x[16];
-#pragma GCC unroll 16
-      for (int i = 0; i < 16; ++i) x[i] = (__m512i)load(out + (first + i) * kPanel + j * LANES);
-      turn(x);
-#pragma GCC unroll 16
-      for (int i = 0; i < 16; ++i) row(j * LANES + i, first, (Vec)x[i]);
-    }
+    for (int64_t first = 0; first < dim; first += 16)
+      turn_from([=](int i) { return (__m512i)load(out + (first + i) * kPanel + j * LANES); },
+                [&](int i, __m512i x) { row(j * LANES + i, first, (Vec)x); });
 }
 
 int64_t attention_room(const Attention<Bfloat16>& call) { return block_room(call.dim); }
@@ -609,15 +607,12 @@ void dense(const Dense<Bfloat16>& call, int64_t first, int64_t rows, float* room
 // Rows in the columns of a panel, as if they were a packed matrix [dim, rows].
 void arrange_rows(const Bfloat16* from, int64_t rows, int64_t dim, Bfloat16* to) {
   for (int64_t k = 0; k < dim; k += kDeep)
-    for (int64_t half = 0; half < 2; ++half, to += kTile) {
-      __m512i x[16];
-#pragma GCC unroll 16
-      for (int64_t i = 0; i < 16; ++i)
-        x[i] = half * 16 + i < rows ? numbers_at(from + (half * 16 + i) * dim + k) : _mm512_setzero_si512();
-      turn(x);
-#pragma GCC unroll 16
-      for (int64_t i = 0; i < 16; ++i) _mm512_storeu_si512(to + i * 32, x[i]);
-    }
+    for (int64_t half = 0; half < 32; half += 16, to += kTile)
+      turn_from(
+          [=](int64_t i) {
+            return half + i < rows ? numbers_at(from + (half + i) * dim + k) : _mm512_setzero_si512();
+          },
+          [=](int64_t i, __m512i x) { _mm512_storeu_si512(to + i * 32, x); });
 }
 
 void logits(const Logits<Bfloat16>& call, int64_t first, int64_t columns) {
@@ -636,12 +631,12 @@ void logits(const Logits<Bfloat16>& call, int64_t first, int64_t columns) {
       }
       write<0>(sums, kColumns * sizeof(float)), write<1>(sums + 16, kColumns * sizeof(float));
       for (int64_t half = 0; half < kColumns && row + half < call.rows; half += 16) {
-        __m512i x[16];
-#pragma GCC unroll 16
-        for (int i = 0; i < 16; ++i) x[i] = (__m512i)load(sums + i * kColumns + half);
-        turn(x);
         float* const to = call.out + (row + half) * call.columns + (count < 16 ? call.columns - 16 : column);
-        for (int64_t i = 0; i < least(16, call.rows - row - half); ++i) store(to + i * call.columns, (Vec)x[i]);
+        const int64_t rows = least(16, call.rows - row - half);
+        turn_from([&](int i) { return (__m512i)load(sums + i * kColumns + half); },
+                  [=](int64_t i, __m512i x) {
+                    if (i < rows) store(to + i * call.columns, (Vec)x);
+                  });
       }
     }
   }
