@@ -73,7 +73,7 @@ class HostTier:
         self._array = np.zeros((pages + beyond, page_bytes // words.WORD), np.uint32)
         self._staging = _pinned(pool)
         self._copies = ThreadPoolExecutor(1, "jgr-host-tier")
-        self._copying: list[tuple[Future[None], Cells, Int32]] = []
+        self._copying: list[tuple[Future[None], int, Cells, Int32]] = []  # with the epoch of the pool
         self._planned: deque[tuple[int, Move | _Fill, Cells]] = deque()
         self._lock = threading.Lock()  # held by the thread that catches up
 
@@ -143,20 +143,26 @@ class HostTier:
     def _wait(self, host: Int32, cells: Cells) -> None:
         """Until no copy to these cells is still to be made."""
         self._end_copies()
-        for copied, size, kept in self._copying:
+        for copied, epoch, size, kept in self._copying:
             if size == cells:
                 shared = np.isin(kept, host)
             else:
                 shared = np.isin(kept // size.per_page, host // cells.per_page)
             if shared.any():
-                copied.result()
+                self._end(copied, epoch)
 
     def _end_copies(self) -> None:
         """Forget the copies that were made. Raises what one of them raised."""
-        ended = [copied for copied, _, _ in self._copying if copied.done()]
+        ended = {copied: epoch for copied, epoch, _, _ in self._copying if copied.done()}
         self._copying = [copy for copy in self._copying if copy[0] not in ended]
-        for copied in ended:
-            copied.result()
+        for copied, epoch in ended.items():
+            self._end(copied, epoch)
+
+    def _end(self, copied: Future[None], epoch: int) -> None:
+        """Wait for a copy. Raises what it raised, unless it is of what was lost: nothing is read there again."""
+        error = copied.exception()
+        if error is not None and epoch == self._pool.epoch:
+            raise error
 
     def _to_host(self, moves: _Joined, cells: Cells, epoch: int) -> None:
         self._end_copies()
@@ -168,7 +174,7 @@ class HostTier:
         read = functools.partial(_read, numbers=numbers, cells=cells, devices=self._devices)
         found = self._pool.read(read, epoch)
         found = jax.device_put(found, self._staging)  # by the device itself, in its turn
-        self._copying.append((self._copies.submit(self._keep, found, host, cells), cells, host))
+        self._copying.append((self._copies.submit(self._keep, found, host, cells), epoch, cells, host))
 
     def _keep(self, found: jax.Array, host: Int32, cells: Cells) -> None:
         at = host // cells.per_page, host % cells.per_page

@@ -61,6 +61,10 @@ class Lease(Generic[H]):
         self.held, self._memory, self._key = held, memory, key
         self._open = True
 
+    def again(self) -> Lease[H]:
+        """Another part in the same, for who reads from it and may end after the engine. Only of an open one."""
+        return self._memory.lease(self._key, lambda: self.held)
+
     def close(self) -> None:
         """Give the part back. Further calls do nothing."""
         if self._open:

@@ -142,8 +142,9 @@ class Client(Recommender):
                 server, content = self._exchange_with_one(method, path, body, request_id)
                 return decoder(type).decode(content)
             except RequestFailed as error:
-                lost = error.by_proxy and _may_repeat(method, path)
-                repeats = lost or isinstance(error, Overloaded | Unavailable)
+                again = _may_repeat(method, path)
+                repeats = isinstance(error, Overloaded) or (error.by_proxy and again)
+                repeats |= isinstance(error, Unavailable) and (again or not error.sent)
                 if attempt == self._retries or self._closed or not repeats:
                     raise
                 doubled_s = FIRST_WAIT_S * 2.0 ** min(attempt, 10)  # beyond MAX_WAIT_S already
@@ -258,7 +259,7 @@ class Client(Recommender):
                     method, path, body, headers=headers, redirect=False, preload_content=False
                 )
             except ProtocolError as error:
-                if not isinstance(error.args[-1], _Ended):
+                if not isinstance(error.args[-1], _Ended) or not _may_repeat(method, path):
                     raise
 
     def _reason(self, error: HTTPError) -> str:

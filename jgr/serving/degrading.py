@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from jgr.serving.api import RankRequest, Request
+from jgr.serving.known_items import texts
 
 
 def shrinks(request: Request) -> bool:
@@ -32,5 +33,13 @@ def smaller(request: Request, size: int, sizes: Sequence[int] | None) -> Request
         if request.candidates == "all":
             return None
         top_k = None if request.top_k is None else min(request.top_k, fewer)
-        return replace(request, candidates=request.candidates[:fewer], top_k=top_k)
+        return replace(request, candidates=_scored(request, request.candidates)[:fewer], top_k=top_k)
     return replace(request, beam_width=fewer, top_k=min(request.top_k, fewer))
+
+
+def _scored(request: RankRequest, candidates: list[str | int]) -> list[str | int]:
+    """The candidates that are scored: with exclude_history, those that are not in the history."""
+    if not request.exclude_history:
+        return candidates
+    seen = set(texts(request.history))
+    return [each for each, text in zip(candidates, texts(candidates), strict=True) if text not in seen]

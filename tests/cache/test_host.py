@@ -238,3 +238,39 @@ def test_no_program_is_compiled_after_the_warm_up_however_many_cells_are_moved()
         assert len(read_cells(pool, some, cells, 0)) == count
     assert [program._cache_size() for program in programs] == before
     assert len(read_cells(pool, (), cells, 0)) == 0
+
+
+def test_what_a_copy_from_a_lost_pool_raised_loses_no_other_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    both, cells = Both(), SIZES["small"]
+
+    def fails(*arguments: Any) -> None:
+        raise RuntimeError("the device failed")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(both.tier, "_keep", fails)
+        both.tier.plan([Move("to_host", "m", (0, 1), (4, 5))], cells, both.pool.epoch)
+        both.tier.catch_up()
+        both.tier._copies.submit(int).result()
+    both.lose()
+    epoch = both.pool.epoch
+    both.move("to_host", cells, (2, 3), (6, 7))
+    both.catch_up()
+    assert both.pool.epoch == epoch
+    both.check()
+
+
+def test_what_a_copy_raised_is_raised_by_the_next_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    both, cells = Both(), SIZES["small"]
+
+    def fails(*arguments: Any) -> None:
+        raise RuntimeError("the host failed")
+
+    monkeypatch.setattr(both.tier, "_keep", fails)
+    both.tier.plan([Move("to_host", "m", (0, 1), (4, 5))], cells, both.pool.epoch)
+    both.tier.catch_up()
+    both.tier._copies.submit(int).result()
+    epoch = both.pool.epoch
+    both.tier.plan([Move("to_host", "m", (2, 3), (6, 7))], cells, epoch)
+    with pytest.raises(RuntimeError, match="the host failed"):
+        both.tier.catch_up()
+    assert both.pool.epoch == epoch + 1

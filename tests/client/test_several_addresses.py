@@ -65,13 +65,34 @@ def test_each_address_is_tried_once_a_round_and_what_a_server_refuses_is_not_tri
     assert len({request_id(asked) for asked in at_lost}) == 1
 
 
-def test_a_change_of_the_server_is_not_sent_again_once_it_may_have_been_seen() -> None:
+def test_a_change_of_the_server_is_not_sent_again_once_it_may_have_been_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waits, connects, connect = list[float](), list[int](), remote._Connection.connect
+
+    def counted(connection: remote._Connection) -> None:
+        connects.append(1)
+        connect(connection)
+
+    monkeypatch.setattr(remote.time, "sleep", waits.append)
+    monkeypatch.setattr(remote._Connection, "connect", counted)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         nobody = f"http://127.0.0.1:{taken.getsockname()[1]}"
     with scripted(None) as (lost, at_lost), jgr.Client([nobody, lost, nobody]) as client:
         with pytest.raises(jgr.Unavailable, match=lost):
             client.fetch("POST", "/v1/models/m/reload", b"", ModelInfo)
     assert len(at_lost) == 1
+    stopping = pytest.raises(jgr.Unavailable)
+    for answer in (None, STOPPING):  # nor where it may be tried again, which is for what may be done twice
+        with scripted(answer) as (lost, at_lost), jgr.Client(lost, retries=2) as client, stopping:
+            client.fetch("POST", "/v1/models/m/rollback", b"", ModelInfo)
+        assert len(at_lost) == 1 and not waits
+    connects.clear()
+    with scripted((ANSWER, None)) as (lost, at_lost), jgr.Client(lost) as client:  # over a kept connection
+        client.recommend(["x"])
+        with stopping:
+            client.fetch("POST", "/v1/models/m/rollback", b"", ModelInfo)
+    assert (len(at_lost), len(connects)) == (2, 1)
 
 
 def test_addresses_must_be_there_and_each_one_be_a_url() -> None:

@@ -51,3 +51,18 @@ def test_a_search_has_the_next_smaller_width() -> None:
     assert steps(asked, 32, [8, 32]) == [8, 4]
     less = smaller(asked, 32, [8, 32])
     assert isinstance(less, RecommendRequest) and less.top_k == 8
+
+
+@pytest.mark.parametrize("history", [["c", "b"], ["c", 7, "b"]])
+def test_candidates_of_the_history_that_are_left_out_count_for_none(history: list[str | int]) -> None:
+    asked = RankRequest(
+        history=history,
+        candidates=["b", "7", "c", "d", "e", "f", "g"],
+        exclude_history=True,
+        min_candidates=2,
+    )
+    left = 7 - len(history)
+    less = smaller(asked, left, None)
+    assert isinstance(less, RankRequest)
+    whole = [each for each in asked.candidates if each not in map(str, history)]
+    assert less.candidates == whole[: max(2, left // 2)]

@@ -15,6 +15,7 @@ import time
 from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
+from urllib.parse import quote
 
 from ray import serve
 from ray.exceptions import RayActorError, RayError
@@ -26,7 +27,7 @@ from jgr.config import Config
 from jgr.logs import set_up_unless_done
 from jgr.serving.cluster import ways
 from jgr.serving.cluster.attempts import SENDER, Attempts
-from jgr.serving.cluster.hints import USERS, glance
+from jgr.serving.cluster.hints import USERS, glance, works
 from jgr.serving.cluster.places import own_node, place
 from jgr.serving.cluster.protocol import Incompatible, Spoken, received, require
 from jgr.serving.cluster.relay import Answered, Asked, Uploads, head, read, refusal, reply
@@ -133,7 +134,10 @@ class Front:
                 # Of who may not ask no body is read: a replica refuses by the head alone.
                 asked = head(scope) if tenant is None else await self._read(scope, receive, upload)
                 headers = [each for each in asked.headers if each[0] not in (b"x-request-id", ARRIVED)]
-                asked = asked._replace(headers=[*headers, (b"x-request-id", request_id.encode())])
+                # A replica knows no base path.
+                asked = asked._replace(
+                    path=quote(path), headers=[*headers, (b"x-request-id", request_id.encode())]
+                )
                 answered = await self._answer(path, asked, timing, tenant or "")
         except ConnectionError:
             return
@@ -205,7 +209,7 @@ class Front:
         """One replica's answer; another's where it dies or is silent. Raises RequestError at once where an answer would
         be too late however soon a replica has it."""
         hint = glance(path, asked.body, tenant, profiled=self._config.fleet.routing == "hlem")
-        left_ms = hint.left_ms or self._default_ms
+        left_ms = hint.left_ms or (self._default_ms if works(path) else None)
         hint, until_ns, most_ns = hint._replace(left_ms=left_ms), None, math.inf
         there_ns = time.monotonic_ns() - timing.arrival_ns
         if left_ms is not None:

@@ -64,17 +64,21 @@ class _Glance(Struct):
 _decode = msgspec.json.Decoder(_Glance).decode
 
 
+def works(path: str) -> bool:
+    """Whether a request at this path is for a model's work and says in a field of its body when it must be answered."""
+    return path in WORK or (path.startswith(USERS) and path.endswith(PREFILL))
+
+
 def glance(path: str, body: bytes, tenant: str = "", profiled: bool = False) -> Hint:
     """The hint of a request for a model's work; of one that cannot be read, and of others, an empty one. profiled:
     whether it has the shards that the history reads."""
-    hinted = path.startswith(USERS) and path.endswith(PREFILL)
-    if path not in WORK and not hinted:
+    if not works(path):
         return Hint()
     try:
         seen = _decode(body)
     except UNREADABLE:
         return Hint()
-    user: Any = unquote(path[len(USERS) : -len(PREFILL)]) if hinted else seen.user_id
+    user: Any = seen.user_id if path in WORK else unquote(path[len(USERS) : -len(PREFILL)])
     name = user if isinstance(user, str) else str(user) if type(user) is int else ""
     items = seen.candidates or seen.documents
     deadline = seen.deadline_ms

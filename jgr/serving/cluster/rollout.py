@@ -17,7 +17,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
-from urllib.parse import parse_qsl
+from urllib.parse import parse_qsl, urlencode
 
 import msgspec
 
@@ -60,14 +60,20 @@ class Fleet(Protocol):
 
 @dataclass
 class _Change:
-    """A change on its way through the fleet. begun: how many changes of each kind a replica had begun before it was
-    asked for this one. done, lost: names of replicas."""
+    """A change on its way through the fleet. begun, served: how many changes of each kind a replica had begun, and what
+    it served, before it was asked for this one. done, lost: names of replicas."""
 
     path: str
     asked: Asked
     begun: dict[str, Mapping[str, int]] = field(default_factory=dict)
+    served: dict[str, States] = field(default_factory=dict)
     done: list[str] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
+
+    def begins(self, name: str, about: Mapping[str, Any]) -> None:
+        """A replica is about to be asked. Raises Incompatible for one of another protocol."""
+        self.begun[name] = _numbers(about)
+        self.served[name] = plain(about["states"])
 
 
 class Rollouts:
@@ -166,7 +172,7 @@ class Rollouts:
             names = await self._fleet.names()
             if not names:
                 raise RequestError("unavailable", "no replica is ready")
-            change.begun[names[0]] = _numbers(await self._fleet.about(names[0]))
+            change.begins(names[0], await self._fleet.about(names[0]))
             answered = await self._fleet.ask(names[0], change.asked)
             answer.set_result(answered)
         except Exception as error:
@@ -212,7 +218,7 @@ class Rollouts:
         """What the replica serves after its change; None: it was lost meanwhile."""
         try:
             if name not in change.begun:
-                await self._begin(name, change.asked, change.begun)
+                await self._begin(change, name)
             states = await self._done(name, change.begun[name])
         except Failed:
             raise
@@ -244,10 +250,10 @@ class Rollouts:
         self._joined = {name: until_s for name, until_s in self._joined.items() if until_s > now_s}
         return bool(self._joined)
 
-    async def _begin(self, name: str, asked: Asked, begun: dict[str, Mapping[str, int]]) -> None:
-        """Ask a replica for the change. begun: gets how many it had begun before. Raises Failed where it refuses."""
-        begun[name] = _numbers(await self._about(name))
-        answered = await self._fleet.ask(name, asked)
+    async def _begin(self, change: _Change, name: str) -> None:
+        """Ask a replica for the change. Raises Failed where it refuses."""
+        change.begins(name, await self._about(name))
+        answered = await self._fleet.ask(name, change.asked)
         if answered.status >= 300:
             raise Failed(name, f"answered {answered.status}: {answered.body.decode(errors='replace')[:500]}")
 
@@ -315,14 +321,15 @@ class Rollouts:
             return False
 
     async def _go_back(self, change: _Change) -> None:
-        back = _way_back(change.asked.path)
-        if back is None:
-            return
         for name in change.done:
-            begun: dict[str, Mapping[str, int]] = {}
             try:
-                await self._begin(name, change.asked._replace(path=back, body=b""), begun)
-                await self._done(name, begun[name])
+                now = plain((await self._about(name))["states"])
+                asked = _way_back(change.asked, change.served[name], now)
+                if asked is None:
+                    continue
+                back = _Change(asked.path, asked)
+                await self._begin(back, name)
+                await self._done(name, back.begun[name])
             except Exception as error:
                 _log.error("%s of replica %s: it does not go back: %s", change.path, name, error)
             else:
@@ -364,10 +371,21 @@ def _of_model(
     return model, *upload
 
 
-def _way_back(path: str) -> str | None:
-    """What undoes a change; None: nothing needs to, or can."""
+def _way_back(asked: Asked, before: States, now: States) -> Asked | None:
+    """What undoes a change of one replica; None: nothing needs to, or can. before, now: what it served and serves."""
+    path = asked.path
+    changed = [
+        name for name, state in now.items() if name not in before or before[name].served != state.served
+    ]
+    if not changed:  # such as a reload of what serves already: the version before is not what it served
+        return None
     if path.endswith("/reload"):
-        return path.removesuffix("/reload") + BACK
+        of = changed[0]
+        if of in before and before[of]._replace(catalog=now[of].catalog).served == now[of].served:
+            query = urlencode({"model": of}).encode()  # its catalog alone, which has a way back of its own
+            return asked._replace(path=UPLOAD_PATH + BACK, query=query, body=b"")
+        return asked._replace(path=path.removesuffix("/reload") + BACK, body=b"")
     if path.endswith("/activate"):
-        return path.rpartition(f"{UPLOAD_PATH}/")[0] + UPLOAD_PATH + BACK
-    return path if path.endswith(BACK) else None  # the version before is by then the later one
+        return asked._replace(path=UPLOAD_PATH + BACK, body=b"")
+    # The version before is by then the later one.
+    return asked._replace(body=b"") if path.endswith(BACK) else None

@@ -24,7 +24,8 @@ from jgr.serving.decoders.library import LibraryLoader
 from jgr.serving.decoders.translation import Task
 from jgr.serving.decoders.work import SegmentsWork, Work
 from jgr.serving.policies.jobs import Kind, Profile, Request, Start
-from jgr.serving.policies.parted import PartedScheduler
+from jgr.serving.policies.lanes import Lane
+from jgr.serving.policies.parted import PartedScheduler, Parts
 from jgr.serving.policies.prefix_choice import KEEP_ITEMS
 from jgr.serving.policies.prompt_scheduling import PromptScheduler
 from jgr.serving.policies.prototypes import KIND, PrototypePlace
@@ -209,7 +210,10 @@ def make_caching(
         limits[KIND] = of_library
         kinds.append(KIND)
 
-    owner = f"{name}@{revision}/{kv.held}/{kv.tokens}"
+    # All that the key of the lease has, so that a reload which changes one of these finds classes of its own.
+    owner = "/".join(
+        map(str, (f"{name}@{revision}", kv.held, kv.tokens, cache.policy, cache.window_s, *kinds))
+    )
     rooms = dict.fromkeys(kinds, kv_room(kv))
 
     def make_hotness() -> ExponentialWindow | None:
@@ -224,11 +228,11 @@ def make_caching(
         host = None if memory.host is None or not count else memory.host.pages
         return CacheMeta(memory.pages, rooms, make_hotness(), host, owner)
 
-    lease = memory.lease(("kv", name, revision, kv, cache.policy, cache.window_s, *kinds), make)
+    lease = memory.lease(("kv", owner, kv), make)
     prototypes = (
         None if loader is None else PrototypePlace(lease.held, loader.prototypes, kv.tokens, kv.parts)
     )
-    lane = object()  # of this engine: another one's programs may be dispatched at any time
+    lane = Lane()  # of this engine: another one's programs may be dispatched at any time
     groupings = {
         kind: _planner(config, of, lease.held, lane, prototypes) for kind, of in _by_kind(profiles).items()
     }
@@ -247,7 +251,7 @@ def _planner(
     config: Config,
     profiles: Sequence[Profile],
     meta: CacheMeta,
-    lane: object,
+    lane: Lane,
     prototypes: PrototypePlace | None = None,
 ) -> PromptScheduler:
     cache = config.cache
@@ -290,12 +294,14 @@ def _parted(
         ]
         return Neighbours(metas, shares, parallel.hot_share, memory.reads)
 
-    lease = memory.lease(("kv", owner, kv, cache.policy, cache.window_s, "parted"), make)
-    lanes = [object() for _ in lease.held.metas]
+    lease = memory.lease(("kv", owner, kv, "parted"), make)
+    lanes = [Lane() for _ in lease.held.metas]
+    parts: Parts = {}
     groupings = {
         kind: PartedScheduler(
             [_planner(config, of, meta, lane) for meta, lane in zip(lease.held.metas, lanes, strict=True)],
             lease.held,
+            parts,
         )
         for kind, of in _by_kind(profiles).items()
     }

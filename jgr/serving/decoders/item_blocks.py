@@ -66,6 +66,16 @@ async def compute(engine: Engine[ServedDecoder], rows: Sequence[int]) -> dict[in
     Called on the engine's event loop. RequestError where the engine does not take the request.
     """
     caching = _caching(engine)
+    part = (
+        caching.lease.again()
+    )  # an engine that is replaced has its answer out, and closes, while this still reads
+    try:
+        return await _computed(engine, caching, rows)
+    finally:
+        part.close()
+
+
+async def _computed(engine: Engine[ServedDecoder], caching: Caching, rows: Sequence[int]) -> dict[int, Block]:
     own = set() if caching.frequencies is None else caching.frequencies.own
     own.add(tuple(rows))
     try:

@@ -116,13 +116,14 @@ class Engine(Generic[S]):
         self.served.starting()
         try:
             await self._lanes.start(progress)
+            handover_s = await self._lanes.handover_s()
         except Exception:
             if self.status == "draining":
                 return
             self.status = "failed"
             raise
         if self.status == "starting":
-            self.served.started(await self._lanes.handover_s())
+            self.served.started(handover_s)
             self._policy = self.served.policy()
             if self._journal is not None:
                 name = f"{self.info.version}/{self.info.catalog_version}"
@@ -173,18 +174,18 @@ class Engine(Generic[S]):
     async def enter(self, request: Asked, arrival_ns: int) -> Any:
         """Wait for the request's turn on the loop; `submit` follows at once, with what this returns: what other threads
         read of its texts. RequestError for one that is known to be refused."""
-        texts = getattr(request, "history_texts", None)
-        read = None if texts is None else await self.served.read(request)
-        if self.before is not None:
-            await self.before(request)
-        sort, turns = self._sort(request), self._host.turns
-        if turns.waiting:
-            self._refuse_early(request, arrival_ns, turns.ahead(sort), turns.wait_ns(sort))
-        deadline_ms = self._deadline_ms(request) if sort == "batch" and turns.waiting else None
-        if deadline_ms is None:
-            await turns.take(sort)
-        else:  # its line may stand still for long
-            await self._take_until(request, arrival_ns + round(deadline_ms * 1e6))
+        texts, sort, turns = getattr(request, "history_texts", None), self._sort(request), self._host.turns
+        with turns.coming():
+            read = None if texts is None else await self.served.read(request)
+            if self.before is not None:
+                await self.before(request)
+            if turns.waiting:
+                self._refuse_early(request, arrival_ns, turns.ahead(sort), turns.wait_ns(sort))
+            deadline_ms = self._deadline_ms(request) if sort == "batch" and turns.waiting else None
+            if deadline_ms is None:
+                await turns.take(sort)
+            else:  # its line may stand still for long
+                await self._take_until(request, arrival_ns + round(deadline_ms * 1e6))
         return read
 
     async def _take_until(self, request: Asked, deadline_ns: int) -> None:
@@ -254,6 +255,7 @@ class Engine(Generic[S]):
         if ticket.job_id in self._tickets and self._policy.cancel(ticket.job_id, self.clock()):
             self.metrics.cancelled.inc()
             self._end([ticket.job_id], ClientGone)
+            self._pump_soon()  # another one may have its place
 
     @overload
     async def answer(self, request: Prefill, request_id: str = "") -> Prefilled: ...
@@ -277,8 +279,7 @@ class Engine(Generic[S]):
         None: there is no limit. An engine that nobody else holds is freed afterwards, its device memory too.
         """
         if timeout_s is None:
-            await self._host.turns.take("batch")  # the last of those that wait for their turn
-            await asyncio.sleep(0)  # and of those that were given it just now and have not gone on yet
+            await self._host.turns.over()
         self.status = "draining"
         self._policy.drain(self.clock())
         self._pump()
@@ -322,9 +323,9 @@ class Engine(Generic[S]):
         except Exception as error:
             if self._policy.cancel(ticket.job_id, self.clock()):
                 self._fail([ticket.job_id], error)
-            return
-        ticket.fetching = None
-        self._policy.ready(ticket.job_id, self.clock())
+        else:
+            ticket.fetching = None
+            self._policy.ready(ticket.job_id, self.clock())
         self._pump_soon()
 
     def _pump_soon(self) -> None:
@@ -358,8 +359,7 @@ class Engine(Generic[S]):
             self._wakeup[1].cancel()
             self._wakeup = None
         if self._wakeup is None and wakeup_ns is not None:
-            delay_s = max(0, wakeup_ns - now_ns) / 1e9
-            self._wakeup = (wakeup_ns, self._loop.call_later(delay_s, self._wake))
+            self._wakeup = (wakeup_ns, self._loop.call_later(max(0, wakeup_ns - now_ns) / 1e9, self._wake))
 
     def _wake(self) -> None:
         self._wakeup = None

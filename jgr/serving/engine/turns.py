@@ -11,8 +11,9 @@ served.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from jgr.serving.policies.jobs import SORTS, Sort
 
@@ -33,6 +34,7 @@ class Turns:
         self._lines = {sort: OrderedDict() for sort in SORTS}
         self.waiting = 0
         """Requests in all lines."""
+        self._coming, self._came = 0, asyncio.Event()
         self._last: Sort = "undated"  # of the two lines that go on alternately, the one that went on last
         self._begun, self._began_ns = 0, 0  # how many requests this turn has begun, and when it began
         self._most = LEAST  # how many it may begin
@@ -52,6 +54,23 @@ class Turns:
         elif self._lines["undated" if sort == "dated" else "dated"]:
             ahead *= 2
         return round(ahead * self._each_ns)
+
+    @contextlib.contextmanager
+    def coming(self) -> Iterator[None]:
+        """Around all that a request waits for before its turn has come, and its turn."""
+        self._coming += 1
+        try:
+            yield
+        finally:
+            self._coming -= 1
+            if not self._coming:
+                self._came.set()
+
+    async def over(self) -> None:
+        """Wait until all that are coming have had their turns, and have gone on."""
+        while self._coming:
+            self._came.clear()
+            await self._came.wait()
 
     async def take(self, sort: Sort) -> None:
         """Wait for one's turn."""

@@ -101,6 +101,7 @@ class Protocol(HttpToolsProtocol):
         self._limits = limits
         self._waits_since_s: float | None = None
         self._read_timer: asyncio.TimerHandle | None = None
+        self._idle_until_s: float | None = None  # what came so far begins no request
         self._upload_ends_s: float | None = None
         self._in_head = False
         self._head_bytes = self._fields_bytes = 0  # as received, and as parsed so far
@@ -165,10 +166,18 @@ class Protocol(HttpToolsProtocol):
             if self._lingers_bytes < 0:
                 self.transport.close()
             return
+        idle = self.timeout_keep_alive_task
+        self._idle_until_s = None if idle is None else idle.when()
         super().data_received(data)
         self._received_bytes += len(data)
         if self._ends:
             return
+        if (
+            self._idle_until_s is not None
+        ):  # line breaks between requests, which the parser skips, gain no time
+            self.timeout_keep_alive_task = self.loop.call_at(
+                self._idle_until_s, self.timeout_keep_alive_handler
+            )
         most = MAX_FRAMING_BYTES + (1 + FRAMING_PER_BYTE) * self._body_bytes
         if self._received_bytes > most or self._unread_bytes > MAX_UNREAD_BYTES:
             self._end_body()
@@ -196,7 +205,7 @@ class Protocol(HttpToolsProtocol):
             self._refuse(RequestError("invalid_http", "the body has too large trailers, or too small chunks"))
 
     def on_message_begin(self) -> None:
-        self._in_head = True
+        self._in_head, self._idle_until_s = True, None
         self._head_bytes = self._fields_bytes = 0
         self._received_bytes = self._body_bytes = self._unread_bytes = 0
         if self._read_timer is None:

@@ -203,7 +203,9 @@ class GrpcServer:
         traces = app.traces if name == TRACED else None
 
         async def handle(messages: Any, context: Any) -> bytes:
-            arrival_ns, metadata = app.clock(), context.invocation_metadata() or ()
+            # What is left counts from the arrival on, as a deadline_ms does.
+            arrival_ns, left_s = app.clock(), context.time_remaining()
+            metadata = context.invocation_metadata() or ()
             key, request_id = _metadata(metadata)
             trace = None if traces is None else traces.begin(arrival_ns, _headers(metadata), endpoint)
             status, failed, encoded = CLIENT_GONE, None, b""
@@ -211,7 +213,6 @@ class GrpcServer:
                 caller = app.admit(find, key, arrival_ns)  # before anything of the message is read
                 given = await self._message(request_class, context)
                 call = Call(Departure(), request_id, arrival_ns, caller, trace)
-                left_s = context.time_remaining()
                 answer = await method(given, call, None if left_s is None else max(left_s, 1e-6) * 1e3)
                 encoded = answer.SerializeToString()
                 status = 200

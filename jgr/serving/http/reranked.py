@@ -21,12 +21,18 @@ Ask = Callable[[AnyEngine, RecommendRequest | RankRequest], Awaitable[Answer]]
 """Asks an engine within the same call. Raises RequestError."""
 
 
-async def reranked(ask: Ask, finder: AnyEngine, ranker: AnyEngine, request: RecommendRequest) -> Answer:
+async def reranked(
+    ask: Ask, finder: AnyEngine, find_ranker: Callable[[], AnyEngine], request: RecommendRequest
+) -> Answer:
     """The items of the finder's beam in the ranker's order, with its scores.
+
+    find_ranker: gives the engine that serves now; by the time that the items are found it may be another. Raises
+    RequestError where there is none.
 
     As many items are ranked as the beam may find: beam_width (with min_beam_width: so many), and no more than the
     ranker takes. Raises RequestError; what is wrong with the second request is told of the field rerank.
     """
+    ranker = find_ranker()
     width = request.min_beam_width or request.beam_width or finder.info.beam_width
     depth = min(width, ranker.info.max_candidates, finder.info.catalog_items)
     if request.top_k > ranker.info.max_candidates:
@@ -45,6 +51,8 @@ async def reranked(ask: Ask, finder: AnyEngine, ranker: AnyEngine, request: Reco
         deadline_ms=request.deadline_ms,
         priority=request.priority,
     )
+    del ranker  # a reload meanwhile frees it
+    ranker = find_ranker()
     try:
         ranked = await ask(ranker, second)
     except RequestError as error:

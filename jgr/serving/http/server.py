@@ -281,9 +281,8 @@ class App:
         engine = models.chosen.get((request.model, kind)) or models.engine(request.model, kind)
         try:
             if isinstance(request, RecommendRequest) and request.rerank is not None:
-                return _encode(
-                    await reranked(self._asks(call), engine, self._ranker(request.rerank), request)
-                )
+                find = partial(self._ranker, request.rerank)
+                return _encode(await reranked(self._asks(call), engine, find, request))
             return await self.answer(engine, request, call, _encode)
         finally:
             del engine  # see _computed

@@ -24,13 +24,18 @@ from jgr.serving.policies.prompt_scheduling import PromptScheduler
 from jgr.serving.policies.run_costs import RunCosts
 from jgr.serving.policies.sources import PlannedPrompt, UnplannedPrompt
 
+Parts = dict[tuple[int, ...], list[tuple[PromptScheduler, tuple[int, ...]]]]
+
 
 class PartedScheduler:
-    """Plans batches with a row for each device. planners: one for each, of equal profiles; neighbours: their caches."""
+    """Plans batches with a row for each device. planners: one for each, of equal profiles; neighbours: their caches.
+    parts: the rows of each batch in flight, by its jobs, the same for all kinds of request; None: there is one kind."""
 
-    def __init__(self, planners: Sequence[PromptScheduler], neighbours: Neighbours) -> None:
+    def __init__(
+        self, planners: Sequence[PromptScheduler], neighbours: Neighbours, parts: Parts | None = None
+    ) -> None:
         self._planners, self._neighbours = tuple(planners), neighbours
-        self._parts: dict[tuple[int, ...], list[tuple[PromptScheduler, tuple[int, ...]]]] = {}
+        self._parts: Parts = {} if parts is None else parts
         self._most = max(profile.batch for profile in planners[0].profiles)  # requests of a row
         self._next = 0  # the device that a new user goes to where all have equally much to do
 
@@ -93,11 +98,11 @@ class PartedScheduler:
 
     def finished(self, jobs: tuple[int, ...], well: bool) -> Set[tuple[int, ...]]:
         """See Grouping."""
-        lost: set[tuple[PromptScheduler, tuple[int, ...]]] = set()
+        lost: set[tuple[int, ...]] = set()
         for planner, own in self._parts.pop(jobs):
-            lost |= {(planner, others) for others in planner.finished(own, well)}
+            lost |= planner.finished(own, well)
         self._neighbours.tidy()
-        return {whole for whole, parts in self._parts.items() if not lost.isdisjoint(parts)}
+        return {whole for whole, parts in self._parts.items() if not lost.isdisjoint(own for _, own in parts)}
 
     def informed(self, job: Job, hoped: bool = False) -> Job:
         """See Grouping; by the device that has the most of the user."""

@@ -33,6 +33,7 @@ from jgr.prompt.layouts import LAYOUTS, Kind, LayoutName
 from jgr.prompt.segments import Segment, count_tokens, of_kind, segment_places
 from jgr.serving.policies.batching import Group, Loses
 from jgr.serving.policies.jobs import Job, Profile
+from jgr.serving.policies.lanes import Lane
 from jgr.serving.policies.loads import Load, ShareLoad
 from jgr.serving.policies.prefix_choice import (
     ITEMS_FIRST,
@@ -65,8 +66,7 @@ class PromptScheduler:
     """Plans batches over packed profiles.
 
     profiles: of one kind. max_tokens: of new tokens in a batch of several requests. policy and rule: see prefix_choice;
-    "none" neither reads nor writes the cache. lane: stands for the lane that runs the batches; schedulers of one lane
-    share it. None: one of its own. prototypes: of a library, where there is one.
+    "none" neither reads nor writes the cache. lane: None: one of its own. prototypes: of a library, where there is one.
     """
 
     def __init__(
@@ -78,17 +78,17 @@ class PromptScheduler:
         policy: Policy,
         hysteresis: float = 0.1,
         rule: Rule = "priced",
-        lane: object = None,
+        lane: Lane | None = None,
         prototypes: PrototypePlace | None = None,
     ) -> None:
         self.profiles = sorted(profiles, key=lambda p: (p.tokens + p.context, p.batch, p.width))
         self.costs = RunCosts()  # those of the policy, once there is one
-        self._lane = lane or object()
+        self._lane = lane or Lane()
         self._computed_share = 1.0  # of the planned tokens that no kept user saved, those that were computed
         self._meta, self._max_tokens, self._prototypes = meta, max_tokens, prototypes
         self._policy, self._hysteresis, self._rule = policy, hysteresis, rule
         self._most_context = max((p.context for p in profiles), default=0)
-        self._pinned: dict[tuple[int, ...], list[tuple[list[Entry], list[Entry]]]] = {}
+        self._pinned = self._lane.pinned
 
     @property
     def max_width(self) -> int:
@@ -143,7 +143,7 @@ class PromptScheduler:
     def finished(self, jobs: tuple[int, ...], well: bool) -> Set[tuple[int, ...]]:
         """A batch ended; well: what it computed is in the cells it was to be written to.
 
-        Returns the batches in flight that read what was not written.
+        Returns the batches in flight of this lane, of any kind, that read what was not written.
         """
         lost: set[Entry] = set()
         for read, written in self._pinned.pop(jobs):
@@ -156,11 +156,7 @@ class PromptScheduler:
                 self._meta.release(entry)
             for entry in read:
                 self._meta.release(entry)
-        return {
-            others
-            for others, pins in self._pinned.items()
-            if any(not lost.isdisjoint(chain(read, written)) for read, written in pins)
-        }
+        return self._lane.using(lost)
 
     def alone_ns(self, job: Job) -> int:
         """See Grouping."""

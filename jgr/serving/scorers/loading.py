@@ -288,14 +288,15 @@ def _lease(model: ScorerModel, config: Config, memory: Memory, states: UserView)
             f"cache.device_mb: {size:.3g} MB is less than the longest user's state of {need:.3g} MB"
         )
 
+    growth, quantize = config.executors.growth, config.cache.quantize
+
     def make() -> CacheMeta:
-        owner = f"{name}@{model.revision}/{room.bytes}{config.cache.quantize}"
+        owner = f"{name}@{model.revision}/{room.bytes}{quantize}/{growth}"
         moving = config.embeddings.tables == "paged"  # by the border to the embeddings' rows
         meta = CacheMeta(memory.pages, {"user": room}, owner=owner, moving=moving)
         meta.set_limit("user", pages)
         return meta
 
-    growth, quantize = config.executors.growth, config.cache.quantize
     return memory.lease(("states", name, model.revision, room, growth, quantize), make)
 
 

@@ -196,7 +196,7 @@ def make_paging(
             rows,
             meta,
             pages,
-            f"{name}@{revision}/rows",
+            f"{name}@{revision}/rows{'' if users is None else '-and-users'}",
             total,
             share_of_rows(config, memory),
             least,

@@ -378,7 +378,10 @@ class Deployment:
             old.info.version,
             old.info.catalog_version,
         )
-        await old.drain(None)
+        try:
+            await old.drain(None)
+        except Exception as error:  # the new version serves, so the change is done and the next one may begin
+            _log.error("%s did not end as it should: %s", old.info.version, _reason(error), exc_info=error)
         self._engines.remove(old)
 
     def _end(self, kind: Kind, outcome: ReloadState) -> None:

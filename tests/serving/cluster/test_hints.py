@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jgr.serving.cluster.hints import WORK, Hint, glance
+from jgr.serving.cluster.hints import WORK, Hint, glance, works
 from jgr.serving.known_items import user_entry
 
 
@@ -48,6 +48,12 @@ def test_a_deadline_that_is_no_number_is_none_which_a_replica_refuses_by_its_fie
 def test_the_documents_of_a_rerank_are_its_candidates() -> None:
     body = b'{"history": ["a"], "documents": ["x", "y"]}'
     assert glance("/v1/rerank", body) == Hint(events=1, items=("x", "y"))
+
+
+def test_only_a_models_work_whose_body_names_its_deadline_has_the_default_one() -> None:
+    """Of others the replica knows better: an inference of KServe's has its own, and a page has none."""
+    assert all(map(works, (*WORK, "/v1/users/a/prefill")))
+    assert not any(map(works, ("/v2/models/m/infer", "/v1/items", "/docs", "/v1/users/a/cache")))
 
 
 def test_a_hint_to_compute_a_user_is_for_that_user() -> None:

@@ -24,7 +24,8 @@ RELOAD = Asked("POST", "/v1/models/m/reload", b"", [], b"")
 class Replicas:
     """Replicas of a model whose versions are numbers. bad: those whose new version's probe fails. dying: those that die
     with a change. slow: looks that a change takes. silent: so many looks at a replica that has begun a change go
-    unanswered. keeps: those that refuse to go back. loses: those whose answer to a change is lost."""
+    unanswered. keeps: those that refuse to go back. loses: those whose answer to a change is lost. brings: what a
+    reload brings: another "version", another "catalog" alone, or "nothing"."""
 
     def __init__(
         self,
@@ -36,7 +37,9 @@ class Replicas:
         silent: dict[str, int] | None = None,
         keeps: tuple[str, ...] = (),
         loses: tuple[str, ...] = (),
+        brings: str = "version",
     ) -> None:
+        self.brings, self.catalogs = brings, dict.fromkeys(names, 1)
         self.silent, self.keeps, self.loses = dict(silent or {}), keeps, loses
         self.begun: dict[str, int] = {}
         self.dying, self.told = dying, list[Record]()
@@ -61,7 +64,11 @@ class Replicas:
         self.most_changing = max(
             self.most_changing, sum(state == "running" for state, _ in self.states.values())
         )
-        if asked.path.endswith("rollback"):
+        if asked.path == "/v1/catalogs/rollback":
+            assert asked.query == b"model=m"
+            self.catalogs[name] -= 1
+            self.states[name] = ("done", None)
+        elif asked.path.endswith("rollback"):
             self.versions[name] -= 1
             self.states[name] = ("done", None)
         elif name in self.loses:
@@ -81,11 +88,12 @@ class Replicas:
             if name in self.bad:
                 self.states[name] = ("failed", "the probe failed")
             else:
-                self.versions[name] += 1
+                self.versions[name] += self.brings == "version"
+                self.catalogs[name] += self.brings == "catalog"
                 self.states[name] = ("done", None)
         return {
             "spoken": spoken(),
-            "states": {"m": State(f"m@{self.versions[name]}", "c")},
+            "states": {"m": State(f"m@{self.versions[name]}", "c" * self.catalogs[name])},
             "changes": {"m model": (self.begun.get(name, 0), *self.states[name])},
         }
 
@@ -137,6 +145,22 @@ def test_where_a_later_one_refuses_those_before_go_back() -> None:
     _, last = rolled(replicas)
     assert last.error == "replica b: answered 409: not now"
     assert replicas.versions == {"a": 1, "b": 1}
+
+
+def test_a_change_that_brought_nothing_new_is_not_gone_back_from() -> None:
+    """The version before is one that the replica did not serve when it was asked."""
+    replicas = Replicas("a", "b", bad=("b",), brings="nothing")
+    _, last = rolled(replicas)
+    assert (last.state, last.replica, last.back) == ("failed", "b", ())
+    assert replicas.asked == [("a", "reload"), ("b", "reload")]
+    assert replicas.versions == {"a": 1, "b": 1}
+
+
+def test_a_reload_that_brought_another_catalog_alone_goes_back_to_the_catalog_before() -> None:
+    replicas = Replicas("a", "b", bad=("b",), brings="catalog")
+    _, last = rolled(replicas)
+    assert (last.state, last.back) == ("failed", ("a",))
+    assert (replicas.versions["a"], replicas.catalogs["a"]) == (1, 1)
 
 
 def test_what_the_first_refuses_is_refused_and_changes_nothing() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import suppress
+from typing import Any
 
 import pytest
 
@@ -207,3 +208,99 @@ def test_a_request_that_comes_under_load_sees_to_it_that_what_has_ended_is_answe
         assert engine.join(10)
 
     asyncio.run(run())
+
+
+def test_what_waits_before_its_turn_is_waited_for() -> None:
+    async def run() -> list[str]:
+        turns, told, may = Turns(Clock(0)), list[str](), asyncio.Event()
+
+        async def request() -> None:
+            with turns.coming():
+                await may.wait()
+                await turns.take("dated")
+            told.append("it went on")
+
+        async def over() -> None:
+            await turns.over()
+            told.append("over")
+
+        await turns.over()  # nobody comes
+        asking, waiting = asyncio.create_task(request()), asyncio.create_task(over())
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert told == []
+        may.set()
+        await asyncio.gather(asking, waiting)
+        return told
+
+    assert asyncio.run(run()) == ["it went on", "over"]
+
+
+def test_an_engine_that_is_replaced_answers_those_that_still_fetch_what_they_need() -> None:
+    async def run() -> int:
+        engine, may = make_engine(make_config()), asyncio.Event()
+
+        async def before(request: object) -> None:
+            del request
+            await may.wait()
+
+        engine.before = before
+        await engine.start(lambda done, total, label: None)
+        asking = asyncio.create_task(engine.answer(RecommendRequest(history=["a"], top_k=1)))
+        await asyncio.sleep(0)
+        replacing = asyncio.create_task(engine.drain(None))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        may.set()
+        answer = await asking
+        await replacing
+        return len(answer.items)
+
+    assert asyncio.run(run()) == 1
+
+
+def test_an_engine_that_is_drained_as_its_start_ends_stays_drained() -> None:
+    async def run() -> str:
+        engine = make_engine(make_config())
+        lanes = engine._lanes
+        measure = lanes.handover_s
+
+        async def meanwhile() -> float:
+            found = await measure()
+            await engine.drain(0)
+            return found
+
+        lanes.handover_s = meanwhile  # type: ignore[method-assign]
+        await engine.start()
+        assert engine.join(10)
+        return engine.status
+
+    assert asyncio.run(run()) == "draining"
+
+
+def test_the_place_of_a_request_whose_client_left_is_given_away_at_once() -> None:
+    async def run() -> tuple[int, int]:
+        engine = make_engine(make_config("batching.max_wait_ms=60000"))
+        await engine.start()
+        ticket = engine.submit(RecommendRequest(history=["a"], top_k=1))
+        for _ in range(3):
+            await asyncio.sleep(0)
+        plan, planned = engine._policy.plan, list[int]()
+
+        def counted(now_ns: int) -> Any:
+            planned.append(now_ns)
+            return plan(now_ns)
+
+        engine._policy.plan = counted  # type: ignore[method-assign]
+        engine.cancel(ticket)
+        before = len(planned)
+        for _ in range(3):
+            await asyncio.sleep(0)
+        with suppress(Exception):
+            await ticket.answer
+        await engine.drain(0)
+        assert engine.join(10)
+        return before, len(planned)
+
+    before, after = asyncio.run(run())
+    assert (before, after > 0) == (0, True)

@@ -24,6 +24,7 @@ from typing import Any
 import pytest
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from jgr.serving.http import listener
 from tests.serving.fakes import PATIENCE_S, LiveServer
 from tests.serving.http.test_http import CHUNKED, ROOT, read_replies, recommend
 from tests.serving.http.test_overload import JGR
@@ -108,6 +109,24 @@ def test_an_admins_upload_may_take_longer() -> None:
             connection.sendall(b" " * (50_000 - sent) + BODY_OF_UPLOAD)
             ((status, _, body),) = read_replies(connection)
         assert status == 201, body
+
+
+def test_line_breaks_between_requests_do_not_keep_a_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parser skips them, so nothing else would end what they have kept."""
+    monkeypatch.setattr(listener, "KEEP_ALIVE_S", 0.3)
+    with LiveServer() as server, server.connect() as connection:
+        connection.sendall(b"GET /health/live HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert connection.recv(65536).startswith(b"HTTP/1.1 200")
+        connection.sendall(b"\r\n")
+        wait_until(server, lambda: ended(connection))
+
+
+def test_a_line_break_before_a_request_changes_nothing() -> None:
+    with LiveServer() as server, server.connect() as connection:
+        for _ in range(2):
+            connection.sendall(b"\r\n")
+            connection.sendall(b"GET /health/live HTTP/1.1\r\nhost: x\r\n\r\n")
+            assert connection.recv(65536).startswith(b"HTTP/1.1 200")
 
 
 def test_a_client_that_does_not_read_its_answers_is_cut_off() -> None:

@@ -14,10 +14,13 @@ import pytest
 
 import jgr
 from jgr.serving.decoders.work import Outcome, Work
+from jgr.serving.engine.engine import Engine
+from jgr.serving.engine.metrics import Metrics
 from jgr.serving.policies.batching import make_profiles
 from jgr.serving.policies.jobs import Profile
 from jgr.serving.versions.deployment import Deployment
 from tests.serving.fakes import FakeExecutor, LiveServer, Reply, make_config, make_engine
+from tests.serving.versions.test_reload import ADMIN
 
 HISTORY = ["a", "b"]
 
@@ -103,6 +106,27 @@ def test_a_deadline_holds_for_both_runs_together(pair: LiveServer) -> None:
         "/v1/recommend", {"history": HISTORY, "top_k": 1, "rerank": "other", "deadline_ms": 1e-3}
     )
     assert reply.status in (429, 504)
+
+
+def test_a_reload_of_the_second_model_while_the_first_one_searches_is_noticed() -> None:
+    config = make_config("model.name=other")
+
+    def load(metrics: Metrics) -> Engine:
+        executor = Reversed(make_profiles(config.profiles))
+        return make_engine(config, executor, metrics=metrics, revision="1")
+
+    other = make_engine(config, Reversed(make_profiles(config.profiles)))
+    more = [Deployment(other, config.catalog, load)]
+    with LiveServer("server.admin_key=4dm1n", more=more) as server:
+        server.executor.hold()
+        asking = server.send("/v1/recommend", {"history": HISTORY, "top_k": 3, "rerank": "other"})
+        server.executor.wait_entered()
+        assert server.call("/v1/models/other/reload", method="POST", **ADMIN).status == 202
+        while server.call("/v1/models/other").json["reload"] != "done":
+            pass
+        server.executor.release()
+        reply = asking.reply()
+        assert (reply.status, reply.json["reranked_by"]) == (200, "other@1")
 
 
 def test_a_client_asks_so_and_an_engine_alone_refuses(pair: LiveServer) -> None:

@@ -3,7 +3,8 @@
 answer is made of anything but the request's own tokens.
 
 The device is a dictionary from cells to the tokens that were written there, and two engines share it, each with a lane
-of its own, whose launches come in the order of its plans. A batch reads its cells at launch, and writes after that.
+of its own for both kinds of request, whose launches come in the order of its plans. A batch reads its cells at launch,
+and writes after that.
 What it read is compared with the prompt when its outcome is believed.
 """
 
@@ -15,6 +16,7 @@ from typing import Any
 
 import hypothesis.strategies as st
 import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -24,14 +26,19 @@ from jgr.cache.meta import CacheMeta
 from jgr.cache.pages import Pages, Room
 from jgr.prompt.layouts import LAYOUTS, Kind
 from jgr.prompt.segments import Content, Prompt, arrange, make_prompt
+from jgr.serving.policies import lanes
 from jgr.serving.policies.batching import Batcher
 from jgr.serving.policies.jobs import Job, Outcome, Profile, Request, Start
+from jgr.serving.policies.jobs import Kind as Sort
 from jgr.serving.policies.ordering import Ordering
 from jgr.serving.policies.prefix_choice import Policy
 from jgr.serving.policies.prompt_scheduling import PromptScheduler
 from jgr.serving.policies.sources import Compute, PlannedSegment, UnplannedPrompt
 
-PROFILES = [Profile("rank", 3, tokens, 12, packed=True, context=24) for tokens in (16, 40)]
+PROFILES: dict[Sort, list[Profile]] = {
+    "rank": [Profile("rank", 3, tokens, 12, packed=True, context=24) for tokens in (16, 40)],
+    "recommend": [Profile("recommend", 3, tokens, 4, packed=True, context=24) for tokens in (16, 40)],
+}
 CELL = {"user": 4, "item": 2}
 LENGTHS = [1, 2, 3, 4, 2, 1]
 GARBAGE = -1
@@ -72,7 +79,13 @@ class TwoInFlight(RuleBasedStateMachine):
         self.epoch = self.now = self.number = self.wrong = self.answered = 0
 
     def lane(self) -> Lane:
-        scheduler = PromptScheduler(PROFILES, self.meta, max_tokens=30, policy=self.policy, hysteresis=0.0)
+        shared = lanes.Lane()
+        schedulers = {
+            kind: PromptScheduler(
+                profiles, self.meta, max_tokens=30, policy=self.policy, hysteresis=0.0, lane=shared
+            )
+            for kind, profiles in PROFILES.items()
+        }
         return Lane(
             Batcher(
                 [],
@@ -80,7 +93,7 @@ class TwoInFlight(RuleBasedStateMachine):
                 max_wait_ns=0,
                 max_queue=8,
                 in_flight=2,
-                groupings={"rank": scheduler},
+                groupings=dict(schedulers),
                 ordering=Ordering("fifo"),
             )
         )
@@ -89,15 +102,17 @@ class TwoInFlight(RuleBasedStateMachine):
         which=st.integers(0, 1),
         user=st.sampled_from("ab"),
         history=st.sampled_from([[1] * 4, [1] * 8, [1] * 8, [0] * 8, [1] * 8 + [0] * 5]),
-        items=st.lists(st.integers(0, 3), min_size=1, max_size=2, unique=True),
+        items=st.lists(st.integers(0, 3), max_size=2, unique=True),
     )
     def submit(self, which: int, user: str, history: list[int], items: list[int]) -> None:
+        """items: candidates to rank; without any, items are to be recommended."""
         self.number += 1
         contents = [(row, Content.of(np.full(LENGTHS[row], 10 + row, np.int32))) for row in items]
         known = Content.of(np.array(history, np.int32))
         prompt = make_prompt(known, np.zeros(1, np.int32), contents, key=user, room=4)
         tokens = len(history) + sum(LENGTHS[row] for row in items) + 1
-        job = Job(self.number, "rank", tokens, len(items), self.now, None, UnplannedPrompt(prompt))
+        kind: Sort = "rank" if items else "recommend"
+        job = Job(self.number, kind, tokens, len(items) or 4, self.now, None, UnplannedPrompt(prompt))
         self.lanes[which].batcher.submit(job, self.now)
         self.prompts[self.number] = prompt
 
@@ -218,11 +233,15 @@ TestItem = case("item")
 TestHotness = case("hotness")
 
 
-def test_who_read_what_a_failed_batch_should_have_written_is_planned_again() -> None:
+@pytest.mark.parametrize("items", [([0], [0]), ([0], []), ([], [0])])
+def test_who_read_what_a_failed_batch_should_have_written_is_planned_again(
+    items: tuple[list[int], list[int]],
+) -> None:
+    """Of the same kind or of another."""
     world = TwoInFlight()
     world.begin()
-    for _ in range(2):
-        world.submit(0, "a", [1] * 8, [0])
+    for each in items:
+        world.submit(0, "a", [1] * 8, each)
         world.plan(0)
     _, second = world.lanes[0].waiting
     assert second.work[0].plan.user.cached == 8, "it is to read what the first one writes"  # type: ignore[union-attr]

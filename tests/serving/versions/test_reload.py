@@ -156,6 +156,24 @@ def test_a_second_reload_while_one_runs_is_a_conflict() -> None:
         assert wait_until(server, "done")["version"] == "jgr@2"
 
 
+def test_an_old_version_that_fails_when_it_ends_holds_up_no_other_change(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with reloading_server(Versions()) as server:
+
+        async def fails(timeout_s: float | None) -> bool:
+            raise ValueError("an entry is pinned")
+
+        monkeypatch.setattr(server.engine, "drain", fails)
+        reload(server)
+        assert wait_until(server, "done")["version"] == "jgr@1"
+        assert "did not end as it should" in caplog.text and "an entry is pinned" in caplog.text
+        reload(server)
+        while server.model()["version"] != "jgr@2":
+            pass
+        assert told(server.call("/v1/recommend", BODY)) == ("jgr@2", 20.0)
+
+
 @pytest.mark.parametrize(
     ("error", "words"),
     [

@@ -225,3 +225,35 @@ def test_a_reload_to_a_model_that_wants_a_cache_where_there_was_none_says_so(tmp
     beside_another = Memory(1.0, shares={"other": 1.0})
     with pytest.raises(ConfigError, match="model 'm' wants a cache by now"):
         beside_another.limit("m")
+
+
+@pytest.mark.parametrize("change", [{"policy": "hotness"}, {"window_s": 7.0}])
+def test_a_reload_may_change_what_is_cached(tmp_path: Path, change: dict[str, Any]) -> None:
+    """The entries of both stand side by side until the one before has drained."""
+    config = make_config(tmp_path / "m", "server.admin_key=4dm1n", "cache.policy=user")
+    catalog = load_catalog(tmp_path / "m" / "catalog.jsonl")
+    manifest.write(tmp_path / "m", config, catalog)
+    (loaded,) = load_all(
+        [str(tmp_path / "m")], (), configurations((), ("model.compilation_cache=",), [str(tmp_path / "m")])
+    )
+    assert loaded.load is not None
+    manifest.write(tmp_path / "m", replace(config, cache=replace(config.cache, **change)), catalog)
+    after = loaded.load(loaded.engine.metrics)
+    memory = after.served.caching.memory
+    for engine in (loaded.engine, after):
+        engine.served.close(True)
+    memory.check()
+    assert memory.pages.free == memory.pages.count
+
+
+def test_who_reads_entries_for_longer_than_their_engine_lives_holds_a_part_of_its_own(tmp_path: Path) -> None:
+    config = make_config(tmp_path / "m", "server.admin_key=4dm1n")
+    memory = Memory.of(config)
+    engine, _ = make_engine(config, False, memory)
+    caching = engine.served.caching
+    part = caching.lease.again()
+    caching.close()
+    assert part.held is caching.lease.held and memory._held
+    part.close()
+    assert not memory._held
+    memory.check()
