@@ -100,8 +100,8 @@ MISSES = (
         r"|rate-over-paged-at-least-common-p99-limit-beam-128",
         "A ratio counts from below: a rate that jgr has shown to hold over one that the other has shown to fail, each "
         "with 95 % confidence, and within the benchmark's time few rates are shown. Beams on shared pages are as fast "
-        "as jgr's with one request in flight and 32 beams, since most of such a search is its prompt. The rows have each "
-        "probe.",
+        "as jgr's with one request in flight and 32 beams, since most of such a search is its prompt. The rows have "
+        "each probe.",
     ),
     Miss(
         "The shorter prompts beside the fastest peer",
