@@ -50,7 +50,7 @@ WORDS: Mapping[str, Mapping[str, str]] = {
     "model": {
         "beauty": "our generator on Amazon Beauty",
         "beauty-given-ids": "our generator on Amazon Beauty with published ids",
-        "beauty-text": "our generator on Amazon Beauty with ids of the items' texts",
+        "beauty-text": "our generator on Amazon Beauty that knows the items' texts",
         "industrial": "our generator on Amazon Industrial",
         "ml1m": "our generator on MovieLens 1M",
         "hstu-industrial": "HSTU on Amazon Industrial",

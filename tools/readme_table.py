@@ -82,7 +82,7 @@ MODELS: Mapping[str, Model] = {
     "informed-industrial_repeats": Model(
         "Amazon Industrial", SCORER, "HSTU with texts and weights for the history"
     ),
-    "beauty-text": Model("Amazon Beauty", GENERATOR, "ids of texts"),
+    "beauty-text": Model("Amazon Beauty", GENERATOR, "with texts"),
     "hstu-counting-sports": Model("Amazon Sports", SCORER, "HSTU"),
     "informed-sports": Model("Amazon Sports", SCORER, "HSTU with texts"),
     "informed-sports_repeats": Model("Amazon Sports", SCORER, "HSTU with texts and weights for the history"),

@@ -75,12 +75,22 @@ class TrainConfig:
     # Whether the items that are drawn for a retriever are weighed so that they stand for all items (sampled softmax);
     # HSTU's recipe does not.
     weigh_negatives: bool = True
-    temperature: float = 1.0  # number by which a retriever's scores are divided before the softmax
+    # Number by which a retriever's scores, or a generator's cosines (train.cosines), are divided before the softmax.
+    temperature: float = 1.0
+    # Whether a generator's logits are cosines of the last hidden state and the code's row, as HSTU's scores are, in a
+    # softmax over the codes of each level alone. What is served is an ordinary decoder: the cosines are in its weights.
+    cosines: bool = False
+    # Weight of a second loss of a generator with train.cosines: where an item begins, its last code is predicted too,
+    # which must be its own (jgr ids --collisions=item), as a retriever learns to name the next item whole.
+    item_loss: float = 0.0
+    # Weight of an item's codes after the first in a generator's loss with train.cosines. Below 1 where the last code is
+    # the item's own: what stands beside it in a small group is learnt by heart too soon.
+    later_codes: float = 1.0
     # Type of the rows of a scorer's tables of embeddings in files of their own (embeddings/NAME.table), from which it
     # can be served with embeddings.tables=paged; none: they are among the other weights.
     tables: Literal["none", "float32", "float16", "bfloat16"] = "none"
     # Files of item vectors (.npy, as `jgr vectors` writes them), separated by commas, of which a retriever's item
-    # embeddings are made together with a row of each item's own; empty: of such rows alone.
+    # embeddings, or those of a generator's codes, are made together with a row of their own; empty: of such rows alone.
     item_vectors: str = ""
     # Whether a retriever learns a weight for items of the history by how long ago they stand there: where people take
     # things again, or never do.
@@ -116,7 +126,7 @@ class TrainConfig:
         check(
             self, seed=0, learning_rate=0, warmup_steps=0, weight_decay=0, dropout=0, adam_b2=0, clip_norm=0
         )
-        check(self, minutes=0, label_smoothing=0, skip_events=0, hard_negatives=0)
+        check(self, minutes=0, label_smoothing=0, skip_events=0, hard_negatives=0, item_loss=0, later_codes=0)
         check(self, steps=1, batch=1, micro_batches=1, devices=1, max_items=1, checkpoint_every=1)
         check(self, negatives=0, evaluate_every=0, patience=0, validation_examples=1)
         check(self, hidden=1, layers=1, heads=1, kv_heads=1, head_dim=2, mlp=1)
@@ -135,15 +145,21 @@ class TrainConfig:
             f"train.tables: the embeddings of train.model={self.model} are not in tables",
         )
         informed = self.model in ("sasrec", "lrurec", "hstu")
-        require(
-            not self.item_vectors or informed, f"train.item_vectors: train.model={self.model} is no retriever"
-        )
         require(not self.repeats or informed, f"train.repeats: train.model={self.model} is no retriever")
-        smooths = self.model == "generator"
+        generates = self.model == "generator"
         require(
-            not self.label_smoothing or smooths, f"train.label_smoothing: train.model={self.model} has none"
+            not self.item_vectors or informed or generates,
+            f"train.item_vectors: train.model={self.model} is neither a retriever nor a generator",
         )
+        for name in ("label_smoothing", "cosines"):
+            require(not getattr(self, name) or generates, f"train.{name}: train.model={self.model} has none")
+        require(not self.item_loss or self.cosines, "train.item_loss: only with train.cosines")
+        require(self.later_codes == 1 or self.cosines, "train.later_codes: only with train.cosines")
         require(not self.times or self.model == "hstu", "train.times: only hstu's bias depends on times")
+        require(
+            not (self.start and (self.item_vectors or self.cosines)),
+            "train.start: not with train.item_vectors or train.cosines, whose weights are others than those served",
+        )
         starts = self.model in ("generator", "ranker")
         require(not self.start or starts, f"train.start: a decoder cannot begin train.model={self.model}")
         fits = self.heads % self.kv_heads == 0
