@@ -82,6 +82,7 @@ MODELS: Mapping[str, Model] = {
     "informed-industrial_repeats": Model(
         "Amazon Industrial", SCORER, "HSTU with texts and weights for the history"
     ),
+    "beauty-own-code": Model("Amazon Beauty", GENERATOR, "a code for each item, with texts"),
     "beauty-text": Model("Amazon Beauty", GENERATOR, "with texts"),
     "hstu-counting-sports": Model("Amazon Sports", SCORER, "HSTU"),
     "informed-sports": Model("Amazon Sports", SCORER, "HSTU with texts"),

@@ -89,6 +89,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     collector = Collector()
     own = (
         "server.admin_key=4dm1n",
+        "server.base_path=/shop",
         f"server.keys={folder.parent / 'keys.json'}",
         f"server.traces={collector.url}",
         "fleet.health_s=2",
@@ -135,6 +136,21 @@ def alone(fleet: Fleet) -> Iterator[jgr.Engine]:
 
 def scores(answer: jgr.Answer) -> dict[str, float]:
     return {item.item_id: item.score for item in answer.items}
+
+
+def test_requests_are_answered_below_the_base_path_and_without_it(fleet: Fleet) -> None:
+    body = json.dumps({"history": HISTORIES[0], "candidates": IDS[:6]}).encode()
+    found = []
+    for base in ("", "/shop"):
+        headers = {"authorization": f"Bearer {KEY}"}
+        reply = urllib3.request(
+            "POST", f"{fleet.url}{base}/v1/rank", body=body, headers=headers, timeout=LONG_S
+        )
+        assert reply.status == 200, reply.data
+        found.append([item["item_id"] for item in reply.json()["items"]])
+        health = urllib3.request("GET", f"{fleet.url}{base}/health/ready", headers=headers, timeout=LONG_S)
+        assert health.json()["replicas"] == 2
+    assert found[0] == found[1]
 
 
 def test_answers_are_those_of_one_engine(fleet: Fleet, alone: jgr.Engine) -> None:
@@ -511,7 +527,7 @@ def test_a_change_that_fails_is_told_in_the_fleets_log(fleet: Fleet) -> None:
     told = fleet.head_of(
         b"POST /v1/models/tiny/reload HTTP/1.1\r\nhost: x\r\nauthorization: Bearer 4dm1n\r\ncontent-length: 0\r\n\r\n"
     )
-    assert told.startswith(b"HTTP/1.1 202 ") and b"\r\nlocation: /v1/models\r\n" in told
+    assert told.startswith(b"HTTP/1.1 202 ") and b"\r\nlocation: /shop/v1/models\r\n" in told
     ends_s = time.monotonic() + PATIENCE_S
     while json.loads(fleet.get("/v1/models"))["rollout"]["state"] != "failed":
         assert time.monotonic() < ends_s
