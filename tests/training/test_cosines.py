@@ -12,14 +12,13 @@ import numpy as np
 import pytest
 
 from jgr.catalog.catalog import Catalog
-from jgr.catalog.prefix_tree import PrefixTree
 from jgr.config import ConfigError, TrainConfig, override
 from jgr.data.datasets import Dataset
-from jgr.models import beam, checkpoint, decoder, params
+from jgr.models import checkpoint, decoder, params
 from jgr.models.decoder import DecoderParams
-from jgr.prompt.tokens import PromptBuilder, level_tokens, semantic_id_tokenizer
 from jgr.training.generator import cosine_loss, decoder_config, token_vectors, train_generator, with_cosines
 from tests.noise import noisy
+from tests.training.test_lazy import best_items
 from tests.training.test_trainer import rule_config, rule_dataset
 
 PREFIX = np.array([1], np.int32)
@@ -121,16 +120,7 @@ def test_a_trained_folder_is_an_ordinary_decoder_that_has_learnt_the_rule(tmp_pa
     cfg, weights = checkpoint.load(tmp_path / "ring")
     assert isinstance(weights, DecoderParams) and not cfg.tied
     np.testing.assert_allclose(np.linalg.norm(weights.head, axis=-1), 1, atol=1e-5)
-    tokenizer = semantic_id_tokenizer(dataset.catalog)
-    tree = PrefixTree.build(dataset.catalog.codes)
-    tables = beam.catalog_tables(tree, level_tokens(dataset.catalog, tokenizer, cfg.vocab_size), weights)
-    prompts = PromptBuilder(config.prompt, tokenizer, dataset.catalog)
-    test = dataset.interactions.test
-    tokens = np.stack([prompts.build(history) for history in test.histories])
-    lengths, widths = np.full(len(tokens), tokens.shape[1], np.int32), np.full(len(tokens), 2, np.int32)
-    found = beam.recommend(weights, tables, tokens, lengths, widths, cfg=cfg, width=2)
-    best = [tree.rows_of(leaf)[0] for leaf in np.asarray(found.leaves)[:, 0]]
-    np.testing.assert_array_equal(best, test.targets)
+    np.testing.assert_array_equal(best_items(config, dataset), dataset.interactions.test.targets)
 
 
 def test_items_that_share_their_last_code_have_no_loss_of_their_own(tmp_path: Path) -> None:

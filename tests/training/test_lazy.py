@@ -12,7 +12,7 @@ import pytest
 
 from jgr.catalog.catalog import Catalog
 from jgr.catalog.prefix_tree import PrefixTree
-from jgr.config import ConfigError, override
+from jgr.config import Config, ConfigError, override
 from jgr.data.datasets import Dataset
 from jgr.models import beam, checkpoint
 from jgr.prompt.tokens import PromptBuilder, level_tokens, semantic_id_tokenizer
@@ -39,6 +39,19 @@ def test_the_loss_is_the_cross_entropy_of_every_item_after_those_before_it() -> 
     np.testing.assert_allclose(nats, np.sum(expected), rtol=1e-5)
 
 
+def best_items(config: Config, dataset: Dataset) -> list[int]:
+    """The rows that a trained folder's beam of two finds first for the test histories."""
+    cfg, weights = checkpoint.load(Path(config.train.out))
+    tokenizer = semantic_id_tokenizer(dataset.catalog)
+    tree = PrefixTree.build(dataset.catalog.codes)
+    tables = beam.catalog_tables(tree, level_tokens(dataset.catalog, tokenizer, cfg.vocab_size), weights)
+    prompts = PromptBuilder(config.prompt, tokenizer, dataset.catalog)
+    tokens = np.stack([prompts.build(history) for history in dataset.interactions.test.histories])
+    lengths, widths = np.full(len(tokens), tokens.shape[1], np.int32), np.full(len(tokens), 2, np.int32)
+    found = beam.recommend(weights, tables, tokens, lengths, widths, cfg=cfg, width=2)
+    return [tree.rows_of(leaf)[0] for leaf in np.asarray(found.leaves)[:, 0]]
+
+
 @pytest.mark.slow
 def test_it_learns_the_rule(tmp_path: Path) -> None:
     dataset = rule_dataset()
@@ -47,17 +60,7 @@ def test_it_learns_the_rule(tmp_path: Path) -> None:
         "train.max_items=5", "train.steps=150", "train.dropout=0.05",
     )  # fmt: skip
     train_generator(config, dataset)
-    cfg, weights = checkpoint.load(tmp_path / "ring")
-    tokenizer = semantic_id_tokenizer(dataset.catalog)
-    tree = PrefixTree.build(dataset.catalog.codes)
-    tables = beam.catalog_tables(tree, level_tokens(dataset.catalog, tokenizer, cfg.vocab_size), weights)
-    prompts = PromptBuilder(config.prompt, tokenizer, dataset.catalog)
-    test = dataset.interactions.test
-    tokens = np.stack([prompts.build(history) for history in test.histories])
-    lengths, widths = np.full(len(tokens), tokens.shape[1], np.int32), np.full(len(tokens), 2, np.int32)
-    found = beam.recommend(weights, tables, tokens, lengths, widths, cfg=cfg, width=2)
-    best = [tree.rows_of(leaf)[0] for leaf in np.asarray(found.leaves)[:, 0]]
-    np.testing.assert_array_equal(best, test.targets)
+    np.testing.assert_array_equal(best_items(config, dataset), dataset.interactions.test.targets)
 
 
 def test_what_it_cannot_read_is_refused_before_training(tmp_path: Path) -> None:
