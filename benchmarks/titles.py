@@ -50,7 +50,7 @@ WORDS: Mapping[str, Mapping[str, str]] = {
     "model": {
         "beauty": "our generator on Amazon Beauty",
         "beauty-given-ids": "our generator on Amazon Beauty with published ids",
-        "beauty-own-code": "our generator on Amazon Beauty with a code for each item",
+        "beauty-own-code": "our generator on Beauty, a code for each item",
         "beauty-text": "our generator on Amazon Beauty with texts",
         "industrial": "our generator on Amazon Industrial",
         "ml1m": "our generator on MovieLens 1M",
