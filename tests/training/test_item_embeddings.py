@@ -72,5 +72,5 @@ def test_vectors_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     assert item_vectors.read_vectors(f"{tmp_path}/a.npy, {tmp_path}/a.npy", 3).shape == (3, 4)
     with pytest.raises(VectorError, match="expected shape"):
         item_vectors.read_vectors(str(tmp_path / "a.npy"), 4)
-    with pytest.raises(ConfigError, match=r"train\.item_vectors: train\.model=generator is no retriever"):
-        TrainConfig(item_vectors="a.npy")
+    with pytest.raises(ConfigError, match=r"train\.item_vectors: train\.model=ranker is neither"):
+        TrainConfig(model="ranker", item_vectors="a.npy")
