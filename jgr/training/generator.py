@@ -107,24 +107,21 @@ def cosine_loss(
     others see `next_item_loss`.
     """
     encode, levels = _encoder(model, prefix, item_tokens, dropout_rate), _levels(item_tokens)
-    place = np.zeros(1 + max(int(codes.max()) for codes in levels), np.int32)
-    for codes in levels:
-        place[codes] = np.arange(len(codes))
-    depth, within = len(levels), jnp.asarray(place)
+    depth = len(levels)
 
     def loss(drawn: DecoderParams, rows: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
         weights, nats = with_cosines(drawn, temperature), jnp.zeros(())
         hidden, targets, real = encode(weights, rows, key)
-        targets = within[targets]
         for level, codes in enumerate(levels):
             outputs, (h, t, r) = weights.head[codes], (x[:, level::depth] for x in (hidden, targets, real))
+            t = jnp.searchsorted(jnp.asarray(codes), t)  # levels may share tokens, each at a place of its own
             of_level = softmax_nats(h, outputs, t, r, groups=devices)
             if smoothing:
                 beyond = (h * (outputs[t] - outputs.mean(axis=0))).sum(axis=-1)
                 of_level += smoothing * jnp.where(r, beyond, 0.0).sum()
             nats += of_level * (later_codes if level else 1.0)
         if item_loss:
-            own = targets[:, depth - 1 :: depth]
+            own = jnp.searchsorted(jnp.asarray(levels[-1]), targets[:, depth - 1 :: depth])
             whole = softmax_nats(
                 hidden[:, ::depth], weights.head[levels[-1]], own, real[:, ::depth], groups=devices
             )

@@ -22,9 +22,10 @@ from tests.training.test_lazy import best_items
 from tests.training.test_trainer import rule_config, rule_dataset
 
 PREFIX = np.array([1], np.int32)
-ITEM_TOKENS = np.array(
-    [[2 + i // 3, 6 + i] for i in range(10)], np.int32
-)  # four groups, and a code of its own
+APART = np.array([[2 + i // 3, 6 + i] for i in range(10)], np.int32)
+"""Four groups, and a code of each item's own."""
+SHARED = np.array([[2 + i // 3, 3 + i] for i in range(10)], np.int32)
+"""The same, where both levels have some of the tokens."""
 TRAIN = TrainConfig(hidden=16, layers=1, heads=2, kv_heads=1, head_dim=8, mlp=32)
 CFG = decoder_config(TRAIN, 16, 16)
 KEY = jax.random.key(0)
@@ -46,8 +47,9 @@ def states(weights: DecoderParams, tokens: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize(
     ("smoothing", "item_loss", "later"), [(0.0, 0.0, 1.0), (0.1, 0.0, 1.0), (0.0, 0.5, 0.3), (0.2, 1.0, 0.2)]
 )
+@pytest.mark.parametrize("item_tokens", [APART, SHARED], ids=["apart", "shared"])
 def test_the_loss_is_by_level_and_of_whole_items_as_well(
-    smoothing: float, item_loss: float, later: float
+    smoothing: float, item_loss: float, later: float, item_tokens: np.ndarray
 ) -> None:
     weights = drawn()
     rows = np.array([[1, 2, 3, -1], [4, 5, -1, -1], [6, 7, 8, 9]], np.int32)
@@ -55,24 +57,24 @@ def test_the_loss_is_by_level_and_of_whole_items_as_well(
     unit = embed / np.linalg.norm(embed, axis=-1, keepdims=True)
     expected, targets = 0.0, 0
     for row in rows:
-        tokens = np.concatenate([PREFIX, ITEM_TOKENS[row[row >= 0]].ravel()])
+        tokens = np.concatenate([PREFIX, item_tokens[row[row >= 0]].ravel()])
         directions = states(weights, tokens)
         for t in range(3, len(tokens)):
             level, targets = (t - 1) % 2, targets + 1
-            codes = np.unique(ITEM_TOKENS[:, level])
+            codes = np.unique(item_tokens[:, level])
             logits = unit[codes] @ directions[t - 1] / TEMPERATURE
             nats = np.log(np.exp(logits).sum()) - logits
             of_code = (1 - smoothing) * nats[codes == tokens[t]].sum() + smoothing * nats.mean()
             expected += of_code * (later if level else 1.0)
             if level == 0:
-                own = ITEM_TOKENS[:, 1]
+                own = item_tokens[:, 1]
                 logits = unit[own] @ directions[t - 1] / TEMPERATURE
                 whole = np.log(np.exp(logits).sum()) - logits[own == tokens[t + 1]].sum()
                 expected += item_loss * whole
     loss = cosine_loss(
         CFG,
         PREFIX,
-        ITEM_TOKENS,
+        item_tokens,
         0.0,
         1,
         smoothing,
@@ -98,7 +100,7 @@ def test_the_decoder_that_is_written_out_has_cosines_for_logits() -> None:
 
 def test_a_codes_vector_is_the_mean_of_its_items() -> None:
     of_items = np.arange(20, dtype=np.float32).reshape(10, 2)
-    found = token_vectors(of_items, ITEM_TOKENS, 16)
+    found = token_vectors(of_items, APART, 16)
     np.testing.assert_allclose(found[2], of_items[:3].mean(axis=0))
     np.testing.assert_allclose(found[5], of_items[9])
     np.testing.assert_allclose(found[6:16], of_items)

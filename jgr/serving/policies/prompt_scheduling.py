@@ -66,7 +66,8 @@ class PromptScheduler:
     """Plans batches over packed profiles.
 
     profiles: of one kind. max_tokens: of new tokens in a batch of several requests. policy and rule: see prefix_choice;
-    "none" neither reads nor writes the cache. lane: None: one of its own. prototypes: of a library, where there is one.
+    "none" neither reads nor writes the cache. lane: the same for all kinds of request of an engine; None: one of its
+    own. prototypes: of a library, where there is one.
     """
 
     def __init__(
