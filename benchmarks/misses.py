@@ -264,9 +264,10 @@ MISSES = (
     Miss(
         "jgr's load client beside NVIDIA AIPerf",
         r"difference-of-(p99-from-aiperf-at-(10|40)|p50-from-aiperf-at-40)-per-s",
-        "At 10 requests a second AIPerf's percentile is the shorter one, and the quartiles of both clients' runs overlap. "
-        "At 40 AIPerf's times are the longer ones: it is several processes, which share two cores with the server, and "
-        "sends a request 5 ms late, jgr's client 2. Both send random arrivals of one mean rate, and not the same ones.",
+        "At 10 requests a second AIPerf's percentile is the shorter one, and the quartiles of both clients' runs "
+        "overlap. At 40 AIPerf's times are the longer ones: it is several processes, which share two cores with the "
+        "server, and sends a request 5 ms late, jgr's client 2. Both send random arrivals of one mean rate, and not "
+        "the same ones.",
     ),
     Miss(
         "Predicted run times",

@@ -84,6 +84,8 @@ MODELS: Mapping[str, Model] = {
     ),
     "beauty-own-code": Model("Amazon Beauty", GENERATOR, "a code for each item, with texts"),
     "beauty-text": Model("Amazon Beauty", GENERATOR, "with texts"),
+    "industrial-own-code": Model("Amazon Industrial", GENERATOR, "a code for each item, with texts"),
+    "industrial-text": Model("Amazon Industrial", GENERATOR, "with texts"),
     "hstu-counting-sports": Model("Amazon Sports", SCORER, "HSTU"),
     "informed-sports": Model("Amazon Sports", SCORER, "HSTU with texts"),
     "informed-sports_repeats": Model("Amazon Sports", SCORER, "HSTU with texts and weights for the history"),

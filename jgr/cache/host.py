@@ -105,17 +105,23 @@ class HostTier:
     def catch_up(self) -> None:
         """Make every planned move. Raises what a copy raised; the pool is empty then."""
         with self._lock:  # even where nothing is planned: another thread may be about to make the last move
-            epoch = self._pool.epoch
+            epoch, filled = self._pool.epoch, None
             try:
                 while self._planned:
                     epoch, what, cells = self._next()
+                    filled = None
                     if isinstance(what, _Fill):
+                        filled = epoch, what, cells
                         self._fill(what, cells)
                     elif epoch == self._pool.epoch:  # else it is of what was lost
                         direction = self._to_host if what.direction == "to_host" else self._to_device
                         direction(what, cells, epoch)
             except Exception as error:
+                for copied, *_ in self._copying:
+                    copied.exception()  # until it has ended, since nobody waits for it any more
                 self._copying.clear()
+                if filled is not None:  # an older copy failed, of which what is to be filled in knows nothing
+                    self._planned.appendleft(filled)
                 self._pool.lose(epoch, error)
                 raise
 

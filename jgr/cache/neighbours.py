@@ -3,8 +3,8 @@
 (BAT-7, BAT-11: hot items are replicated, cold ones sharded).
 
 The one idea: an item's home is one of the devices, by its row. Whoever computed it keeps it until its batch has ended;
-then it goes to its home. A device that lacks it copies it from there (`Fetch`) in front of the batch that reads it, and
-keeps that copy only if the item is one of the hottest. Users' entries stay where they were computed.
+with the next batch it goes to its home. A device that lacks it copies it from there (`Fetch`) in front of the batch
+that reads it, and keeps that copy only if the item is one of the hottest. Users' entries stay where they were computed.
 
 Only what stands in its cells is copied: what a batch in flight is still to write is read by no other device. Copies are
 made in the order in which they were planned, in front of all programs that are planned after them, as the moves of a

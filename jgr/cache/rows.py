@@ -22,10 +22,13 @@ import numpy as np
 import numpy.typing as npt
 
 from jgr.cache.hotness import RowFrequencies
+from jgr.fields import ConfigError
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 
+MOST_CELLS = 2**31 - 1
+"""Cells are numbered in 32 bits, and one number more stands for none."""
 FOREIGN, EMPTY = -2, -1
 """The table of a page that the rows do not own, and of one that holds no row."""
 
@@ -57,13 +60,19 @@ class Hottest(NamedTuple):
 class RowPages:
     """Rows in pages [0, pages) of a pool, of which they own some.
 
-    Raises ValueError for a row that no page holds, or whose bytes are no whole words.
+    Raises ValueError for a row that no page holds, or whose bytes are no whole words, and ConfigError for a pool of
+    more cells than can be numbered.
     """
 
     def __init__(self, pages: int, page_bytes: int, tables: Mapping[str, TableShape]) -> None:
         for name, of in tables.items():
             if not 0 < of.row_bytes <= page_bytes or of.row_bytes % 4:
                 raise ValueError(f"table {name}: rows of {of.row_bytes} bytes in pages of {page_bytes}")
+            if pages * (page_bytes // of.row_bytes) > MOST_CELLS:
+                raise ConfigError(
+                    f"cache.device_mb: a pool of {pages * page_bytes / 2**20:.0f} MB has more than {MOST_CELLS} places "
+                    f"for rows of {of.row_bytes} bytes ({name}), which is more than their numbers can count"
+                )
         self.names = list(tables)
         self._per_page = [page_bytes // of.row_bytes for of in tables.values()]
         self._row_bytes = [of.row_bytes for of in tables.values()]

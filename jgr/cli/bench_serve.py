@@ -207,7 +207,12 @@ class _Bench:
     def _warm_up(self, rate: float) -> None:
         """Send requests that are not measured, so that the first rate does not pay for cold caches."""
         seconds = min(max(WARM_UP_S, 1 / rate), self._source.longest_s(rate))
-        report = self._report(self._schedule(rate, seconds), "warm-up")
+        schedule = self._source.schedule(rate, seconds, self._runs)
+        self._runs += 1
+        if not len(schedule):  # a low rate, and nothing came by chance
+            return
+        self._first = schedule.requests[schedule.which[0]]
+        report = self._report(schedule, "warm-up")
         if "429" not in report["answered"]:  # else it answers, only not so many
             self._check_answers([report])
 

@@ -51,21 +51,24 @@ def _build(source: Path, out: str) -> None:
 
     if not out.endswith(SUFFIX):
         raise UserError(f"--out: a folder named *{SUFFIX}, found {out!r}")
-    place = Path(out)
+    place = Path(out).resolve()  # of a link, what it leads to
     if place.exists():
         refuse_overwriting(place, flags.FLAGS.overwrite, "--out", "a catalog")
         load_catalog(place)  # nothing else is ever removed
     start = time.monotonic()
     lines = source.name.removesuffix(".gz").endswith(".jsonl")
     catalog = load_columns(source) if lines else load_catalog(source)
-    old = place.with_name(f".{place.name}.{os.getpid()}.old")
-    if place.exists():
-        place.rename(old)
+    # What is there stays until the new one is whole.
+    new, old = (place.with_name(f".{place.name}.{os.getpid()}.{which}{SUFFIX}") for which in ("new", "old"))
     try:
-        save_catalog(catalog, out)
+        save_catalog(catalog, new)
+        if place.exists():
+            place.rename(old)
+        new.rename(place)
     except BaseException:
-        if old.exists():
+        if old.exists() and not place.exists():
             old.rename(place)
+        shutil.rmtree(new, ignore_errors=True)
         raise
     shutil.rmtree(old, ignore_errors=True)
     found = {"catalog": out, "version": catalog.version, "items": catalog.n_items}

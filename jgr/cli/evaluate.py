@@ -73,6 +73,10 @@ class Options:
             raise UserError(
                 "--both_conventions and --fuse_depth add to the table: leave out --sweep and --feedback"
             )
+        if self.baseline and (self.sweep or self.feedback):
+            raise UserError("--baseline adds to the table: leave out --sweep and --feedback")
+        if self.exclude_history and self.feedback:
+            raise UserError("--feedback ranks what was shown: leave out --exclude_history")
         if self.unconstrained and self.url:
             raise UserError("--unconstrained searches with the weights of model.path: leave out --url")
 

@@ -100,7 +100,12 @@ def _kept(path: str | None) -> Iterator[Callable[[View], None]]:
     with Path(path).open("wb", buffering=0) as file:
 
         def keep(view: View) -> None:
-            file.write(view_file.line(view))
+            line, done = memoryview(view_file.line(view)), 0
+            try:
+                while done < len(line):  # a full disk may take a part
+                    done += file.write(line[done:])
+            except OSError as error:
+                raise UserError(f"--record: {path}: {error.strerror}") from None
 
         yield keep
 

@@ -3,14 +3,17 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
 from jgr.catalog.catalog import Catalog, load_catalog
 from jgr.config import DataConfig
 from jgr.data.interactions import DataError, Interactions, leave_one_out, load_minionerec
-from jgr.data.prepared import catalog_names, catalog_path, load_prepared
+from jgr.data.prepared import ITEMS, catalog_names, catalog_path, load_prepared
 from jgr.data.shop import make_shop
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,6 +58,12 @@ def _load_prepared(folder: Path, name: str, own: Catalog | None) -> Dataset:
     catalog = load_catalog(path)
     if catalog.item_ids != prepared.item_ids:
         raise DataError(f"{path}: holds other items than the dataset, or in another order; run jgr ids again")
+    if any(ours != theirs for ours, theirs in zip(catalog.metadata, prepared.metadata, strict=True)):
+        _log.warning(
+            "%s: describes items otherwise than %s; run jgr ids again to take what is new",
+            path,
+            folder / ITEMS,
+        )
     return Dataset(catalog, prepared.interactions)
 
 

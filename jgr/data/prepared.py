@@ -159,7 +159,7 @@ class Arrays:
             raise DataError("actions have names that the manifest lacks, or the other way round")
         if self.actions is not None and int(self.actions.max()) >> len(actions):
             raise DataError(f"actions: {int(self.actions.max())} has more bits than the {len(actions)} names")
-        seconds = None if self.times is None else _seconds(self.times, time_unit)
+        seconds = None if self.times is None else self.times // per_second(self.times, time_unit)
 
         def examples(windows: Int64) -> Examples:
             users, starts, stops, targets = windows
@@ -174,11 +174,10 @@ class Arrays:
         return Interactions(user_ids, sequences, train, valid, test, actions)
 
 
-def _seconds(times: Int64, unit: str) -> Int64:
-    """Times in seconds. Without a unit, numbers that would be later than 5000 AD in seconds are milliseconds."""
-    if unit:
-        return times // UNITS_PER_SECOND[unit]
-    return times // 1000 if times.max(initial=0) > _MILLISECONDS else times
+def per_second(times: Int64, unit: str) -> int:
+    """How many of the times' units make a second. Without a unit, numbers that would be later than 5000 AD in seconds
+    are milliseconds."""
+    return UNITS_PER_SECOND[unit or ("ms" if times.max(initial=0) > _MILLISECONDS else "s")]
 
 
 def _between(low: Int64, values: Int64, high: Int64) -> bool:

@@ -71,9 +71,9 @@ def bodies(catalog: Catalog, found: Requests, needs: Needs, max_history: int) ->
             body |= {"history_times": times[history].tolist(), "time": asked[i]}
         if needs.actions:
             body["history_actions"] = actions[history].tolist()
-        if needs.scenarios > 1:
+        if needs.scenarios > 1 and scenarios[i] >= 0:  # else the log does not know it
             body["scenario"] = scenarios[i]
-        if needs.slots:
+        if needs.slots and scenarios[i] >= 0:
             body["context"] = {"slot0": scenarios[i]}
         yield body
 
@@ -112,7 +112,7 @@ class Shares:
         self._rate = float(self.labels.mean())
         if not 0 < self._rate < 1:
             raise EvaluationError("a task that always or never happens in training cannot be learnt")
-        self._keys = (learnt.histories.rows, scenarios)
+        self._keys = (learnt.histories.rows, scenarios + 1)  # one that is not known, -1, is one of its own
         self._counts = []
         for key in self._keys:
             of, size = key[learnt.shown], int(key.max()) + 1

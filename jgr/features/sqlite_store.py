@@ -32,9 +32,16 @@ class SqliteStore:
         self._mine = threading.local()
         self._lock = threading.Lock()
         try:
-            self._connection().executescript(_TABLES)
+            if create:
+                self._connection().executescript(_TABLES)
+            names = (
+                self._connection().execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall()
+            )
         except sqlite3.Error as cause:
             raise self._unusable(cause) from cause
+        if not {("features",), ("schema",)} <= set(names):
+            self.close()
+            raise StoreError(f"{path}: is a database, and no feature store; run jgr features load")
 
     def get_many(self, item_ids: Sequence[str]) -> list[bytes | None]:
         """The values of the items, see FeatureStore; b"" for a value that is not bytes."""

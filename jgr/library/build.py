@@ -34,6 +34,7 @@ from jgr.library.folder import (
     read_records,
     write_about,
     write_records,
+    write_sums,
 )
 from jgr.library.index import tuned
 from jgr.library.prototypes import Prototypes, Settings
@@ -99,6 +100,7 @@ def build(
             write_about(unfinished.path, about)
         about, found = read_about(unfinished.path), read_records(unfinished.path)
         new, nbytes = _fill(unfinished, params, cfg, prefix, corpus.reviews, found, show)
+        write_sums(unfinished.path)
     return Report(
         prototypes=about.prototypes,
         new=new,

@@ -43,8 +43,9 @@ class Unfinished:
         """The mapped file of keys and values, of the dtype's bits; what is done of it stands there already. OSError
         where the disk lacks room, before anything is computed."""
         path = self.path / KV
-        if (self._work / _DONE).exists():
+        if (self._work / _DONE).exists() and path.exists():  # else it stands where it is to be already
             return np.lib.format.open_memmap(path, "r+")
+        (self._work / _DONE).unlink(missing_ok=True)
         mapped = np.lib.format.open_memmap(path, "w+", bits(dtype), shape)
         # A mapped page that finds the disk full would end the process; so all of them are reserved.
         with open(path, "r+b") as stream:

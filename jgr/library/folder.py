@@ -2,11 +2,13 @@
 """The files of a library (RCLLM-4): what `jgr kv library` writes and a server maps.
 
 `library.json` says what it is of, `prototypes.npy` has a record for each prototype, and `kv.npy` its keys, as they are
-before rope, and values in the model's own dtype. How a library is written: building.
+before rope, and values in the model's own dtype; `sums.json` holds the SHA-256 of both, which is compared as a server
+starts. How a library is written: building.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,8 +21,8 @@ from jgr.fields import UserError
 from jgr.files import read_whole, writing
 from jgr.library.prototypes import Prototypes, Settings
 
-FORMAT = 1
-ABOUT, RECORDS, KV = "library.json", "prototypes.npy", "kv.npy"
+FORMAT = 2
+ABOUT, RECORDS, KV, SUMS = "library.json", "prototypes.npy", "kv.npy", "sums.json"
 _RECORD = np.dtype([(name, "<i8") for name in Prototypes._fields])
 
 
@@ -51,7 +53,7 @@ def identity(revision: str, dtype: str, shape: tuple[int, int, int], prefix: npt
 
 
 class LibraryFolder:
-    """A library whose keys and values are mapped. Raises UserError where it is missing, cut short or of another model.
+    """A library whose keys and values are mapped. Raises UserError where it is missing, damaged or of another model.
 
     prototypes: their records. kv: [n, layers, 2, key/value heads, head size], of the dtype's bits.
     """
@@ -73,6 +75,7 @@ class LibraryFolder:
             or self.kv.dtype != bits(self.about.dtype)
         ):
             raise UserError(f"{path}: {RECORDS} and {KV} are not those of {ABOUT}; build it again")
+        _require_sums(path)
 
     def __len__(self) -> int:
         return self.about.prototypes
@@ -116,6 +119,30 @@ def read_about(path: Path) -> About:
     if about.format != FORMAT:
         raise UserError(f"{path}: was made by another version of jgr; build it again")
     return about
+
+
+def write_sums(path: Path) -> None:
+    """Say what the files hold, once they are whole."""
+    with writing(path / SUMS, UserError) as stream:
+        stream.write(msgspec.json.encode({name: _sum(path / name) for name in (RECORDS, KV)}) + b"\n")
+
+
+def _require_sums(path: Path) -> None:
+    try:
+        sums = msgspec.json.decode(read_whole(path / SUMS, UserError), type=dict[str, str])
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise UserError(f"{path / SUMS}: is not what jgr kv library writes: {error}") from None
+    for name in (RECORDS, KV):
+        if sums.get(name) != _sum(path / name):
+            raise UserError(f"{path}: {name} is damaged; build it again with jgr kv library")
+
+
+def _sum(path: Path) -> str:
+    try:
+        with path.open("rb") as stream:
+            return hashlib.file_digest(stream, "sha256").hexdigest()
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
 
 
 def _mapped(path: Path) -> npt.NDArray[Any]:

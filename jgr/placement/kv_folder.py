@@ -9,6 +9,7 @@ from: what the index does not know, or knows only half, is written again.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -132,9 +133,11 @@ class KvBuilder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._blocks.close()
-        self._index.close()
-        self._lock.close()
+        # What a full disk did not take is tried again as a file closes; the error that is on its way says more.
+        less = () if error is None else (OSError,)
+        with contextlib.suppress(*less), contextlib.ExitStack() as files:
+            for file in (self._lock, self._index, self._blocks):
+                files.callback(file.close)
 
     def has(self, digest: bytes) -> bool:
         return digest in self._known

@@ -38,6 +38,7 @@ from jgr.data.prepared import (
     Arrays,
     load_arrays,
     load_manifest,
+    per_second,
     read_ids,
     read_items,
 )
@@ -50,8 +51,6 @@ from jgr.traffic.workloads import HOUR, SECOND, Access
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 
-# The unit of a source's times in ns, for sources whose unit is not the second.
-TICKS = {"kuairand": 1_000_000}
 _BLOCK = 512
 
 
@@ -77,14 +76,15 @@ class Replay:
         seed: int = 0,
     ) -> None:
         folder = Path(folder)
-        source = load_manifest(folder)["parameters"]["source"]
+        manifest = load_manifest(folder)
+        source, unit = manifest["parameters"]["source"], manifest.get("time_unit", "")
         arrays = load_arrays(folder / INTERACTIONS)
         self.name, self._seed = f"replay of {source}", seed
         n_items = len(read_items(folder / ITEMS)[0])
         self.item_tokens = np.broadcast_to(np.asarray(item_tokens, np.int32), (n_items,))
         lengths = np.diff(arrays.offsets)
         users = np.repeat(np.arange(len(lengths)), lengths)
-        times = self._times(arrays, users, source, hours)
+        times = self._times(arrays, users, source, unit, hours)
         order = np.argsort(times, kind="stable")
         self._time_ns, self._users, self._items = times[order], users[order], arrays.rows[order]
         before = np.broadcast_to(np.asarray(earlier, np.int64), lengths.shape) - arrays.offsets[:-1]
@@ -103,13 +103,18 @@ class Replay:
     def __len__(self) -> int:
         return len(self._items)
 
-    def _times(self, arrays: Arrays, users: Int64, source: str, hours: float | None) -> Int64:
+    def _times(self, arrays: Arrays, users: Int64, source: str, unit: str, hours: float | None) -> Int64:
         """The time of each event, [total] ns since the first event, ascending for each user."""
         if arrays.times is not None:
             if hours is not None:
                 raise DataError(f"{source} has real times: leave hours away; accesses(speed) compresses time")
-            since: Int64 = (arrays.times - arrays.times.min()) * TICKS.get(source, SECOND)
-            return since
+            since: Int64 = arrays.times - arrays.times.min()
+            tick_ns = SECOND // per_second(arrays.times, unit)
+            if int(since.max(initial=0)) > np.iinfo(np.int64).max // tick_ns:
+                raise DataError(
+                    f"{source}: its times span more than 292 years, which no replay can count in ns"
+                )
+            return since * tick_ns
         if hours is None or not 0 < hours < 1e6:
             raise DataError(
                 f"{source} has no times: set hours, over which its events shall be spread at random"

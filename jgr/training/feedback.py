@@ -199,6 +199,18 @@ def feedback_loss(
     return loss
 
 
+def _described(features: Features) -> dict[str, Any]:
+    """What a run depends on of the items' features: the name, shape and content of each."""
+    found = {
+        name: [
+            *map(str, (array.dtype, *array.shape)),
+            hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()[:16],
+        ]
+        for name, array in features.items()
+    }
+    return {"features": found} if found else {}
+
+
 def train_feedback(
     config: Config,
     dataset: Dataset,
@@ -228,7 +240,7 @@ def train_feedback(
         scorers.scorer(cfg).spec(cfg),
         feedback_loss(cfg, bits, feedback.weights, features),
         ImpressionWindows(learnt, train, feedback.candidates),
-        described={"items": cfg.items, "feedback": asdict(feedback)},
+        described={"items": cfg.items, "feedback": asdict(feedback), **_described(features)},
         validate=None if validate is None else lambda params: validate(cfg, params),
         progress=progress,
         save=save,

@@ -133,11 +133,13 @@ def cosine_loss(
 
 def with_cosines(weights: DecoderParams, temperature: float) -> DecoderParams:
     """The decoder of tied weights whose logits are cosines of the last hidden state and a token's row, over the
-    temperature: its output rows have the length 1, and its last norm gives every state the same length."""
+    temperature: its output rows have the length 1, and its last norm gives every state the same length. What it reads
+    are the rows times the square root of their width, as in HSTU: else what the layers add drowns the last item."""
     embed = weights.embed
     rows = embed * jax.lax.rsqrt((embed * embed).sum(axis=-1, keepdims=True) + 1e-12)
     length = 1 / (math.sqrt(embed.shape[-1]) * temperature)  # a normed state has that of sqrt(D)
-    return replace(weights, head=rows, norm=jnp.full_like(weights.norm, length))
+    read, norm = embed * math.sqrt(embed.shape[-1]), jnp.full_like(weights.norm, length)
+    return replace(weights, embed=read, head=rows, norm=norm)
 
 
 Encoder = Callable[[DecoderParams, jax.Array, jax.Array], tuple[jax.Array, jax.Array, jax.Array]]

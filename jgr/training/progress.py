@@ -161,6 +161,14 @@ class RunFolder:
         self._pending.clear()
         return lines
 
+    def note(self, step: int, value: float) -> None:
+        """Write the validation of a step that is kept already. Raises CheckpointError if it cannot be written."""
+        try:
+            with self.metrics.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"step": step, self._metric: value}) + "\n")
+        except OSError as error:
+            raise CheckpointError(f"{self.metrics}: could not be written: {error.strerror}") from error
+
 
 def _lock(folder: Path) -> int:
     """Lock the folder itself, so that no lock file is left; the system unlocks it when the process ends in any way."""

@@ -155,7 +155,10 @@ def train_to_best(
                 batches = _telling(windows.batches(int(state.step)), int(state.step), train.steps, progress)
                 state = fit(trainer, state, batches, on_step, place)
         reached = {"steps": float(state.step)}
-        if validated:
+        if validate is not None and validated:
+            # A run that was cut short may have as many steps as are wanted, and no validation of the last one.
+            if int(state.step) not in dict(folder.validations()):
+                folder.note(int(state.step), validate(state.params))
             step, value = best_validation(folder.validations())
             reached = {"steps": float(step), metric: value}
             _log.info("keeping step %d: validation %s %.4f", step, metric, value)

@@ -16,6 +16,7 @@ import dataclasses
 import fcntl
 import hashlib
 import json
+import logging
 import math
 import os
 import shutil
@@ -31,6 +32,10 @@ Report = Callable[[float], None]
 Fit = Callable[[Config, Report], None]
 """Trains config.train.out, or goes on with it, and reports every validation. What it raises ends the study."""
 
+_log = logging.getLogger(__name__)
+
+MOST_FAILED = 3
+"""So many trials that fail one after the other end the study."""
 BEFORE_PRUNING = 4
 """So many trials are finished before one is pruned."""
 DATABASE, PICTURE, BEST = "study.db", "trials.png", "best.toml"
@@ -250,15 +255,20 @@ class Study:
                 raise Pruned
 
         try:
-            config = override(self._config, *assigned, f"train.out={folder}")
-        except ConfigError:  # two fields that do not go together, such as heads that do not divide hidden
-            self._study.tell(trial, state=self._states.PRUNED)
-            return
-        try:
-            fit(config, report)
+            fit(override(self._config, *assigned, f"train.out={folder}"), report)
         except Pruned:
             self._study.tell(trial, state=self._states.PRUNED)
             _remove(folder)
+            return
+        except ConfigError as error:
+            # Fields that do not go together, such as heads that do not divide hidden, or a loss that is not finite:
+            # the trial would fail again. A cause that is not the trial's ends the study soon, and then it goes on.
+            _log.warning("trial %d failed: %s", trial.number, error)
+            self._study.tell(trial, state=self._states.FAIL)
+            _remove(folder)
+            last = [each.state for each in self._study.trials[-MOST_FAILED:]]
+            if last == [self._states.FAIL] * MOST_FAILED:
+                raise
             return
         previous = max(self._of(self._states.COMPLETE), key=lambda t: t.value, default=None)
         value = max(_validations(folder) or values)
@@ -287,7 +297,9 @@ def _alone(folder: Path) -> Iterator[None]:
 def _validations(folder: Path) -> list[float]:
     """Those of the whole training, also before it was cut short."""
     with contextlib.suppress(OSError):
-        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        written = (folder / "metrics.jsonl").read_text()
+        # A training that was killed may have left a part of a line.
+        lines = [json.loads(line) for line in written[: written.rfind("\n") + 1].splitlines()]
         return [value for line in lines for name, value in line.items() if name not in ("step", "loss")]
     return []
 

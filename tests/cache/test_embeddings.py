@@ -15,6 +15,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from jgr.cache import rows as row_pages
 from jgr.cache.border import Border
 from jgr.cache.embeddings import EmbeddingCache, Table
 from jgr.cache.entries import Content, Entry, Name
@@ -24,6 +25,7 @@ from jgr.cache.pages import Pages, Room
 from jgr.cache.pool import DevicePool
 from jgr.cache.refill import RefillBudget
 from jgr.cache.row_programs import RowPrograms
+from jgr.cache.rows import RowPages, TableShape
 from jgr.config import ConfigError
 from jgr.embeddings.shards import ShardError
 from jgr.serving.policies.jobs import UserPart
@@ -419,6 +421,19 @@ def test_a_border_without_room_for_a_batch_or_a_user_is_refused_with_the_figures
         border.set_limit(13)
     with pytest.raises(ValueError, match="rows of 2048 bytes in pages of 1024"):
         EmbeddingCache(POOL, {"x": Table(4, 512, np.dtype(np.float32))}, Source())
+
+
+def test_a_pool_with_more_places_for_rows_than_can_be_numbered_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before its arrays are made, which no memory holds here."""
+    says = r"^cache\.device_mb: a pool of 1073741824 MB has more than 2147483647 places for rows of 4 bytes \(x\)"
+    with pytest.raises(ConfigError, match=says):
+        RowPages(2**40, PAGE_BYTES, {"x": TableShape(9, 4)})
+    monkeypatch.setattr(row_pages, "MOST_CELLS", 10)
+    RowPages(5, PAGE_BYTES, {"x": TableShape(9, PAGE_BYTES // 2)})
+    with pytest.raises(ConfigError, match="more than 10 places for rows of 512 bytes"):
+        RowPages(6, PAGE_BYTES, {"x": TableShape(9, PAGE_BYTES // 2)})
 
 
 def test_a_shard_that_fails_again_and_again_takes_nothing_from_the_device() -> None:

@@ -274,3 +274,24 @@ def test_what_a_copy_raised_is_raised_by_the_next_move(monkeypatch: pytest.Monke
     with pytest.raises(RuntimeError, match="the host failed"):
         both.tier.catch_up()
     assert both.pool.epoch == epoch + 1
+
+
+def test_values_are_filled_in_after_an_older_copy_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    both, cells = Both(), SIZES["small"]
+
+    def fails(*arguments: Any) -> None:
+        raise RuntimeError("the host failed")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(both.tier, "_keep", fails)
+        both.tier.plan([Move("to_host", "m", (0, 1), (4, 5))], cells, both.pool.epoch)
+        both.tier.catch_up()
+        both.tier._copies.submit(int).result()
+    epoch = both.pool.epoch
+    both.fill(cells, (6, 7), 9)
+    both.fill(cells, (7, 8), 900)
+    with pytest.raises(RuntimeError, match="the host failed"):
+        both.tier.catch_up()
+    assert both.pool.epoch == epoch + 1
+    both.device[:] = 0
+    both.check()

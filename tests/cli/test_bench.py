@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 from absl import flags
 
@@ -18,6 +20,7 @@ import jgr
 from jgr.catalog.catalog import save_catalog
 from jgr.cli import bench_serve
 from jgr.config import UserError
+from jgr.traffic.arrivals import parse_process
 from tests.serving.certificates import make_pems, tls
 from tests.serving.fakes import CATALOG, LiveServer
 
@@ -214,6 +217,22 @@ def test_a_sweep_of_rates_and_its_picture(server: LiveServer, catalog: str, tmp_
     ]
     assert [line.split()[0] for line in lines] == ["20.0/s", "60.0/s"]
     _svg(picture)
+
+
+def test_a_rate_so_low_that_nothing_comes_to_warm_up_is_measured(server: LiveServer, catalog: str) -> None:
+    def drawn(seed: int, number: int, seconds: float) -> int:
+        return len(
+            parse_process("poisson").times(np.random.default_rng((seed, number)), rate=2, duration_s=seconds)
+        )
+
+    # The warm-up is a second, and the first that is drawn.
+    seed = next(seed for seed in itertools.count() if not drawn(seed, 0, 1.0) and drawn(seed, 1, 0.5))
+    shape = ["--rates=2", "--duration=0.5", "--arrivals=poisson", f"--seed={seed}", "--history_length=2"]
+    target = ["--top_k=2", "--api_key=k3y", f"--url={server.listener.url}", "--set", catalog]
+    done = _bench("serve", *shape, *target)
+    assert (done.returncode, done.stderr) == (0, "")
+    (point,) = json.loads(done.stdout.splitlines()[-1])["points"]
+    assert point["answered"] == {"200": drawn(seed, 1, 0.5)}
 
 
 SEARCH = ("--history_length=2", "--top_k=2", "--find_capacity", "--share=.5", "--duration=0.2")

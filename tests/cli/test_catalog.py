@@ -7,10 +7,12 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from jgr.catalog.catalog import Catalog, load_catalog, save_catalog
+from jgr.catalog.catalog import Catalog, CatalogError, load_catalog, save_catalog
+from jgr.cli import catalog as command
 
 RUN = "import sys; from jgr.cli.main import run; sys.exit(run(['catalog', *sys.argv[1:]]))"
 CATALOG = Catalog.build(["x", "y", "z"], [[5, 1], [5, 2], [7, 1]], [{"title": "X"}, {}, {}])
@@ -71,3 +73,30 @@ def test_a_built_catalog_is_replaced_only_where_asked(tmp_path: Path) -> None:
         "build", f"--out={tmp_path / 'mine.catalog'}", f"--catalog={tmp_path / 'd.jsonl'}", "--overwrite"
     )
     assert done.returncode == 2 and (tmp_path / "mine.catalog" / "diary.txt").exists()
+
+
+def test_the_old_catalog_can_be_loaded_until_the_new_one_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new, out = Catalog.build(["x", "y"], [[5, 1], [5, 2]], [{}, {}]), tmp_path / "c.catalog"
+    save_catalog(CATALOG, out)
+    save_catalog(new, tmp_path / "d.jsonl")
+    seen: list[str] = []
+
+    def saving(catalog: Catalog, path: Path) -> None:
+        seen.append(load_catalog(out).version)
+        save_catalog(catalog, path)
+        seen.append(load_catalog(out).version)
+        if len(seen) == 2:
+            raise CatalogError("the disk is full")
+
+    monkeypatch.setattr("jgr.catalog.catalog.save_catalog", saving)
+    monkeypatch.setattr(command, "flags", SimpleNamespace(FLAGS=SimpleNamespace(overwrite=True)))
+    with pytest.raises(CatalogError, match="the disk is full"):
+        command._build(tmp_path / "d.jsonl", str(out))
+    assert load_catalog(out).version == CATALOG.version
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["c.catalog", "d.jsonl"]
+    command._build(tmp_path / "d.jsonl", str(out))
+    assert load_catalog(out).version == new.version
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["c.catalog", "d.jsonl"]
+    assert seen == [CATALOG.version] * 4

@@ -210,6 +210,19 @@ def test_flags_that_contradict_each_other_are_one_line(options: list[str], words
     assert words in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"baseline": ("a",), "sweep": "beam.width=8"}, "--baseline .* leave out --sweep and --feedback"),
+        ({"baseline": ("a",), "feedback": True}, "--baseline .* leave out --sweep and --feedback"),
+        ({"exclude_history": True, "feedback": True}, "--feedback .* leave out --exclude_history"),
+    ],
+)
+def test_what_has_no_place_in_a_sweep_or_in_feedback_is_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        Options(**options)
+
+
 def test_a_trained_baseline_has_a_row(served: Served, dataset: Dataset, tmp_path: Path) -> None:
     folder = str(tmp_path / "sasrec")
     config = override(

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pty
@@ -17,9 +18,11 @@ import pytest
 
 import jgr
 from jgr.cli import top
+from jgr.config import UserError
 from jgr.traffic import view_file
 from jgr.traffic.view import COLUMNS, View
 from tests.serving.fakes import PATIENCE_S, LiveServer
+from tests.traffic.test_view import two
 
 RUN = "import sys; from jgr.cli.main import run; sys.exit(run())"
 KEY = "k" * 16
@@ -131,3 +134,26 @@ def test_a_server_that_goes_away_is_told_of_and_looked_at_again() -> None:
         server.join()
         assert "127.0.0.1" in str(next(found))
         assert "127.0.0.1" in str(next(found))
+
+
+class TakesAPart(io.FileIO):
+    """A file whose writes take at most 100 bytes, as one may on a disk that is nearly full."""
+
+    def write(self, data: memoryview) -> int:  # type: ignore[override]
+        return super().write(data[:100])
+
+
+def test_a_view_that_is_written_in_parts_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "run.jsonl"
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "open", lambda path, mode, buffering: TakesAPart(path, mode))
+        with top._kept(str(path)) as keep:
+            keep(two())
+            keep(two())
+    assert path.read_bytes() == 2 * view_file.line(two())
+
+
+def test_a_disk_that_is_full_is_told_of_with_the_flag() -> None:
+    with pytest.raises(UserError, match=r"^--record: /dev/full: No space left on device$"):
+        with top._kept("/dev/full") as keep:
+            keep(two())

@@ -13,7 +13,10 @@ import numpy as np
 import pytest
 
 from jgr.cli.evaluate import or_null
+from jgr.data.impressions import feedback_of, requests
 from jgr.evaluation import feedback
+from jgr.models.scorers import Needs
+from tests.training.feedback_world import CLICK, world
 
 INTERACTIONS: Any = SimpleNamespace(actions=("click", "like"))
 # Two users' impressions: a click and none, two clicks; nobody likes anything.
@@ -49,3 +52,31 @@ def test_json_has_null_where_nothing_is_defined() -> None:
     text = json.dumps(or_null(asdict(measured())), allow_nan=False)
     assert json.loads(text)["differences"]["like"] == {"other": [None, None, None]}
     assert json.loads(text)["rows"]["like"]["model"]["auc"] is None
+
+
+@pytest.mark.parametrize("learnt_too", [True, False])
+def test_a_scenario_that_is_not_known_is_one_of_its_own(learnt_too: bool) -> None:
+    """The log knows no scenario of what is measured, nor of a part of what is learnt from."""
+    data = world().interactions
+    actions, scenarios, _ = feedback_of(data.sequences)
+    if learnt_too:
+        scenarios[::3] = -1
+    learnt, found = requests(data, data.train), requests(data, data.test)
+    scenarios[found.shown] = -1
+    clicked, unknown = actions[learnt.shown] & CLICK, scenarios[learnt.shown] == -1
+    assert unknown.any() == learnt_too
+    rate = (clicked[unknown].sum() + feedback.PRIOR * clicked.mean()) / (unknown.sum() + feedback.PRIOR)
+    shares = feedback.Shares(data, learnt, bit=0)
+    of_scenario = shares.inputs(found, own=False)[:, 2]
+    assert of_scenario == pytest.approx(math.log(rate / (1 - rate)))
+    assert np.isfinite(shares.inputs(learnt, own=True)).all()
+
+
+def test_a_request_does_not_name_a_scenario_that_is_not_known() -> None:
+    dataset = world()
+    found = requests(dataset.interactions, dataset.interactions.test)
+    feedback_of(found.histories)[1][found.places(0)] = -1
+    unknown, known, *_ = feedback.bodies(dataset.catalog, found, Needs(8, scenarios=2, slots=(2,)), 8)
+    assert unknown.keys() == {"history", "candidates", "priority"}
+    scenario = int(found.scenarios[1])
+    assert (known["scenario"], known["context"]) == (scenario, {"slot0": scenario})

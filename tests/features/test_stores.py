@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -142,6 +143,26 @@ def test_what_is_not_a_store_is_named(tmp_path: Path) -> None:
     for call in calls:
         with pytest.raises(StoreError, match=r"the Redis server of features\.store failed"):
             call()
+
+
+@pytest.mark.parametrize("tables", [[], ["notes"], ["features"]])
+def test_a_database_of_another_program_is_refused_and_stays_as_it_was(
+    tmp_path: Path, tables: list[str]
+) -> None:
+    """Also one that has nothing yet, which is an empty file."""
+    path = tmp_path / "other.sqlite"
+    with contextlib.closing(sqlite3.connect(path)) as other:
+        for name in tables:
+            other.execute(f"CREATE TABLE {name} (text TEXT)")
+    path.touch()
+    before = path.read_bytes()
+    assert bool(before) == bool(tables)
+    with pytest.raises(
+        StoreError, match=r"other\.sqlite: is a database, and no feature store; run jgr features"
+    ):
+        open_store(str(path), 1.0)
+    assert path.read_bytes() == before
+    assert [each.name for each in tmp_path.iterdir()] == ["other.sqlite"]
 
 
 def serve(proxy: Proxy, **settings: float) -> FeatureCache:

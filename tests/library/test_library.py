@@ -6,6 +6,8 @@ and the keys and values against a decoder in numpy.
 from __future__ import annotations
 
 import errno
+import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -208,8 +210,6 @@ def test_keys_and_values_are_those_of_the_own_review(made: tuple[Path, list[Int3
 def test_a_library_of_something_else_or_cut_short_is_refused(
     made: tuple[Path, list[Int32]], tmp_path: Path
 ) -> None:
-    import shutil
-
     with pytest.raises(UserError, match="jgr kv library MODEL --out="):
         LibraryFolder(tmp_path / "none", WANTED)
     with pytest.raises(UserError, match="of another model"):
@@ -225,6 +225,33 @@ def test_a_library_of_something_else_or_cut_short_is_refused(
             LibraryFolder(copy, WANTED)
     (copy / folder.ABOUT).write_bytes(whole.replace(b'"prototypes": ', b'"prototypes": 1'))
     with pytest.raises(UserError, match="are not those of"):
+        LibraryFolder(copy, WANTED)
+
+
+@pytest.mark.parametrize("name", [folder.RECORDS, folder.KV])
+def test_a_library_with_one_byte_that_changed_is_refused(
+    made: tuple[Path, list[Int32]], tmp_path: Path, name: str
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(made[0], copy)
+    LibraryFolder(copy, WANTED)
+    changed = bytearray((copy / name).read_bytes())
+    changed[-1] ^= 1
+    (copy / name).write_bytes(changed)
+    with pytest.raises(UserError, match=f"{name} is damaged; build it again with jgr kv library"):
+        LibraryFolder(copy, WANTED)
+
+
+@pytest.mark.parametrize("text", [None, "{", "[]", '{"prototypes.npy": 1}'])
+def test_a_library_without_the_sums_of_its_files_is_refused(
+    made: tuple[Path, list[Int32]], tmp_path: Path, text: str | None
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(made[0], copy)
+    (copy / "sums.json").unlink(missing_ok=True)
+    if text is not None:
+        (copy / "sums.json").write_text(text)
+    with pytest.raises(UserError, match=r"sums\.json: (cannot be read|is not what jgr kv library writes)"):
         LibraryFolder(copy, WANTED)
 
 
@@ -326,6 +353,33 @@ def test_a_builder_that_is_ended_before_the_keys_and_values_goes_on(
                 made_of(out, MANY, show_nothing)
     made_of(out, MANY, show_nothing)
     assert contents(out) == whole
+
+
+def test_a_builder_that_was_killed_before_its_work_folder_went_is_in_nobodys_way(
+    whole: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*_: object) -> None:
+        raise Ended
+
+    out = tmp_path / "library"
+    with monkeypatch.context() as patched:
+        patched.setattr("jgr.library.building.shutil.rmtree", killed)
+        with pytest.raises(Ended):
+            made_of(out, MANY, show_nothing)
+    assert contents(out) == whole
+    shutil.rmtree(out)
+    assert [path.name for path in tmp_path.iterdir()] == [".library.partial"]
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr("jgr.library.building.os.posix_fallocate", full)
+        with pytest.raises(UserError, match="disk is full"):
+            made_of(out, MANY, show_nothing)
+    made_of(out, MANY, show_nothing)
+    assert contents(out) == whole
+    assert [path.name for path in tmp_path.iterdir()] == ["library"]
 
 
 def test_two_builders_do_not_work_at_one_library(tmp_path: Path) -> None:

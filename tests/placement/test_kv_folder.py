@@ -164,6 +164,18 @@ def test_a_disk_that_is_full_is_told_and_what_is_there_stays(tmp_path: Path) -> 
     require(tmp_path, 1, 2)
 
 
+def test_a_file_that_a_full_disk_keeps_from_closing_hides_no_error_and_keeps_no_lock(tmp_path: Path) -> None:
+    """What was not taken is tried again as the file is closed."""
+    with pytest.raises(UserError, match=r"the disk is full after 1 items"):
+        with KvBuilder(tmp_path, ABOUT) as builder:
+            builder.add({digest(1): block(1)})
+            builder._blocks.close()
+            builder._blocks = open("/dev/full", "ab")
+            builder.add({digest(2): block(2)})
+    add(tmp_path, 2)
+    require(tmp_path, 1, 2)
+
+
 def test_a_disk_that_is_too_small_is_told_before_the_work(tmp_path: Path) -> None:
     require_room(tmp_path, 1)
     with pytest.raises(UserError, match=r"the disk has \d+ MB left, the items' keys and values need"):

@@ -11,6 +11,8 @@ import pytest
 
 from jgr.data.interactions import DataError
 from jgr.data.preparation.prepare import Options, prepare
+from jgr.data.sources.kuairand import FEEDBACK
+from jgr.data.sources.records import TableOptions
 from jgr.traffic.replay import Replay, kuairand_earlier, title_tokens
 from jgr.traffic.report import report
 from jgr.traffic.workloads import Access
@@ -25,6 +27,7 @@ EVENTS = [
     ("c", 3, 70),
     ("a", 4, 90),
 ]
+START_MS = 1650812741436
 
 
 @pytest.fixture
@@ -32,7 +35,7 @@ def log(tmp_path: Path) -> tuple[Path, Path]:
     """A raw folder in KuaiRand's form and what `jgr prepare` makes of it."""
     raw, out = tmp_path / "raw", tmp_path / "out"
     raw.mkdir()
-    lines = [f"{user},{video},{1650812741436 + time}" for user, video, time in EVENTS]
+    lines = [f"{user},{video},{START_MS + time}" for user, video, time in EVENTS]
     (raw / "events.csv").write_text("\n".join(["user_id,video_id,time_ms", *lines]) + "\n")
     videos = [f"{video},{'blue car ' * video}" for video in range(1, 5)]
     (raw / "video_features_basic.csv").write_text("\n".join(["video_id,title", *videos]) + "\n")
@@ -64,6 +67,49 @@ def test_every_event_is_a_request_at_its_time(log: tuple[Path, Path]) -> None:
     assert [a.time_ns for a in replay.accesses(10)] == [a.time_ns // 10 for a in found]
     again = Replay(out, candidates=2, item_tokens=3, user_tokens=100).accesses()
     assert [a.items.tolist() for a in again] == [a.items.tolist() for a in found]
+
+
+def test_milliseconds_of_another_source_are_milliseconds(tmp_path: Path) -> None:
+    header = ",".join(["user_id", "video_id", "time_ms", *FEEDBACK, "tab"])
+    lines = [f"{user},{video},{START_MS + time},{'0,' * len(FEEDBACK)}1" for user, video, time in EVENTS]
+    (tmp_path / "log_standard_1.csv").write_text("\n".join([header, *lines]) + "\n")
+    videos = [f"{video},7,4,9000" for video in range(1, 5)]
+    (tmp_path / "user_history.txt").touch()
+    (tmp_path / "video_features_basic.csv").write_text(
+        "\n".join(["video_id,author_id,tag,video_duration", *videos]) + "\n"
+    )
+    prepare(Options("kuairand-feedback", tmp_path, tmp_path / "out", split="leave_one_out"))
+    replay = Replay(tmp_path / "out", candidates=2)
+    assert [a.time_ns for a in replay.accesses()] == [
+        (time - 10) * 10**6 for time in sorted(time for *_, time in EVENTS)
+    ]
+
+
+def generic(folder: Path, unit: str, times: list[int]) -> Path:
+    """A dataset of one user's events at these times."""
+    raw, out = folder / "raw", folder / "out"
+    raw.mkdir()
+    lines = [f"u,i{at},{time}" for at, time in enumerate(times)]
+    (raw / "interactions.csv").write_text("\n".join(["user_id,item_id,timestamp", *lines]) + "\n")
+    prepare(Options("generic", raw, out, tables=TableOptions(unit)))
+    return out
+
+
+@pytest.mark.parametrize(("unit", "ns"), [("s", 10**9), ("ms", 10**6), ("us", 1000), ("ns", 1)])
+def test_times_are_in_the_unit_that_the_manifest_names(tmp_path: Path, unit: str, ns: int) -> None:
+    replay = Replay(generic(tmp_path, unit, [700, 703, 710, 750]), candidates=2)
+    assert [a.time_ns for a in replay.accesses()] == [0, 3 * ns, 10 * ns, 50 * ns]
+
+
+@pytest.mark.parametrize(("unit", "per_second"), [("s", 1), ("ms", 1000)])
+def test_times_that_no_number_of_ns_can_hold_are_refused(tmp_path: Path, unit: str, per_second: int) -> None:
+    longest = (2**63 - 1) // 10**9 * per_second  # 292 years
+    out = generic(tmp_path, unit, [0, 1, 2, longest])
+    assert list(Replay(out, candidates=2).accesses())[-1].time_ns == longest // per_second * 10**9
+    longer = tmp_path / "longer"
+    longer.mkdir()
+    with pytest.raises(DataError, match="generic: its times span more than 292 years"):
+        Replay(generic(longer, unit, [0, 1, 2, longest + per_second]), candidates=2)
 
 
 def test_histories_are_stretched_and_begin_before_the_log(log: tuple[Path, Path]) -> None:

@@ -38,8 +38,10 @@ def drawn() -> DecoderParams:
 
 
 def states(weights: DecoderParams, tokens: np.ndarray) -> np.ndarray:
-    """The hidden states after each token, in float64, of the length 1: whatever the last norm is, they point there."""
-    hidden = decoder.prefill(weights, CFG, tokens[None], np.array([len(tokens)])).hidden
+    """The hidden states after each token, in float64, of the length 1: whatever the last norm is, they point there.
+    What is read are rows of the mean square 1 where the weights' is 1 / D, as in HSTU."""
+    read = replace(weights, embed=weights.embed * CFG.hidden**0.5)
+    hidden = decoder.prefill(read, CFG, tokens[None], np.array([len(tokens)])).hidden
     hidden = np.asarray(hidden, np.float64)[0] / np.asarray(weights.norm)
     return hidden / np.linalg.norm(hidden, axis=-1, keepdims=True)
 
@@ -115,7 +117,7 @@ def test_a_trained_folder_is_an_ordinary_decoder_that_has_learnt_the_rule(tmp_pa
     np.save(tmp_path / "vectors.npy", np.random.default_rng(0).standard_normal((n, 4)).astype(np.float32))
     config = override(
         rule_config(tmp_path / "ring"), "train.cosines=true", "train.temperature=0.3", "train.item_loss=1",
-        "train.steps=400",
+        "train.steps=400", "prompt.max_items=4", "train.max_items=4",  # each place of an item is learnt
         f"train.item_vectors={tmp_path / 'vectors.npy'}",
     )  # fmt: skip
     train_generator(config, dataset)

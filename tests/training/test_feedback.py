@@ -143,6 +143,36 @@ def test_climber_is_what_the_configuration_says(tmp_path: Path) -> None:
         feedback.make_config(override(settings, "feedback.behaviours=buy,click"), dataset, features)
 
 
+class Stopped(Exception):
+    """What ends a training before its first step."""
+
+
+def stop(done: int, total: int, status: str) -> None:
+    raise Stopped
+
+
+def test_a_run_with_other_features_is_refused(tmp_path: Path) -> None:
+    dataset, settings = world(), config(tmp_path / "model", "climber")
+    tags, price = np.ones((12, 2), np.int32), np.ones((12, 1), np.float32)
+
+    def train(**features: np.ndarray) -> None:
+        feedback.train_feedback(settings, dataset, features, stop)
+
+    for _ in range(2):  # with the same ones it goes on
+        with pytest.raises(Stopped):
+            train(tags=tags, price=price)
+    for other, name in (
+        ({"tags": np.ones((12, 3), np.int32), "price": price}, "tags"),
+        ({"tags": tags, "price": price * 2}, "price"),
+        ({"tags": tags.astype(np.float32), "price": price}, "tags"),
+        ({"tags": tags}, "price"),
+    ):
+        with pytest.raises(
+            ConfigError, match=rf"run of other settings or data \(features\.{name} was .*, now .*\)"
+        ):
+            train(**other)
+
+
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     dataset, settings = world(), config(tmp_path)
     for change, message in [

@@ -396,6 +396,32 @@ def test_an_unfinished_run_goes_on_to_another_end(tmp_path: Path) -> None:
     assert len(losses(tmp_path / "ring")) == 15
 
 
+def test_a_run_that_is_to_end_where_it_was_cut_short_is_validated_there(tmp_path: Path) -> None:
+    """It has a checkpoint of step 8, and no validation: the first is due at step 100, or at the end."""
+    seen: list[np.ndarray] = []
+
+    def validate(cfg: DecoderConfig, params: DecoderParams) -> float:
+        seen.append(np.asarray(params.embed))
+        return 0.5
+
+    def stop(done: int, total: int, note: str) -> None:
+        if done == 9:
+            raise KeyboardInterrupt
+
+    config = override(rule_config(tmp_path / "ring"), *SETTINGS, "train.evaluate_every=100")
+    with pytest.raises(KeyboardInterrupt):
+        train_generator(config, rule_dataset(), stop, validate)
+    assert seen == []
+    for _ in range(2):  # and once more, when it is known
+        train_generator(override(config, "train.steps=8"), rule_dataset(), validate=validate)
+        lines = [json.loads(line) for line in (tmp_path / "ring" / "metrics.jsonl").read_text().splitlines()]
+        assert [line["step"] for line in lines if "loss" in line] == list(range(1, 9))
+        assert [line for line in lines if "recall@10" in line] == [{"step": 8, "recall@10": 0.5}]
+        assert manifest.read(tmp_path / "ring").metrics == {"steps": 8.0, "recall@10": 0.5}  # type: ignore[union-attr]
+    (validated,) = seen
+    np.testing.assert_array_equal(checkpoint.load(tmp_path / "ring")[1].embed, validated)
+
+
 def test_patience_that_ended_a_run_can_be_raised(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     recalls = iter([0.5, 0.4, 0.3, 0.2, 0.6])
     config = override(rule_config(tmp_path / "ring"), *SETTINGS, "train.evaluate_every=2", "train.patience=2")

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,8 +12,9 @@ import pytest
 from PIL import Image
 
 from jgr.cli.main import run
-from jgr.config import Config, TrainConfig, UserError, load_config
-from jgr.training.study import BEFORE_PRUNING, Range, Report, Study, check, told
+from jgr.config import Config, ConfigError, TrainConfig, UserError, load_config
+from jgr.models import retrievers
+from jgr.training.study import BEFORE_PRUNING, MOST_FAILED, Range, Report, Study, _validations, check, told
 
 CONFIG = Config(train=TrainConfig(model="hstu", evaluate_every=5, steps=10, heads=2, kv_heads=2))
 RATE = Range.parse("train.learning_rate=1e-4:1e-2:log")
@@ -146,6 +148,78 @@ def test_fields_that_do_not_go_together_are_no_trial(tmp_path: Path) -> None:
     study.run(6, fit, no_progress)
     assert 3 not in ran
     assert study.finished == 6
+
+
+def diverge(config: Config) -> None:
+    raise ConfigError("the loss of step 5 is nan: lower train.learning_rate")
+
+
+def take_heads_that_do_not_divide_hidden(config: Config) -> None:
+    retrievers.make_config(replace(config.train, model="sasrec", hidden=8, heads=3, kv_heads=3), ("item",))
+
+
+@pytest.mark.parametrize(
+    ("fail", "words"),
+    [
+        (diverge, "the loss of step 5 is nan: lower train.learning_rate"),
+        (
+            take_heads_that_do_not_divide_hidden,
+            "train.hidden (8) must be a multiple of train.heads (3) for sasrec",
+        ),
+    ],
+    ids=["diverging", "heads"],
+)
+def test_a_trial_that_cannot_be_trained_has_no_value_and_the_study_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, fail: Callable[[Config], None], words: str
+) -> None:
+    asked: list[Config] = []
+
+    def fit(config: Config, report: Report) -> None:
+        asked.append(config)
+        if len(asked) == 2:
+            Path(config.train.out).mkdir()
+            Path(f"{config.train.out}.training").mkdir()
+            fail(config)
+        train(config, report)
+
+    study = Study(tmp_path, CONFIG, [RATE])
+    study.run(4, fit, no_progress)
+    assert (study.finished, len(asked)) == (4, 5)
+    assert [row["state"] for row in study.rows()] == ["complete", "fail", "complete", "complete", "complete"]
+    assert caplog.messages == [f"trial 1 failed: {words}"]
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == [f"trial-{study.best()[2]}"]
+
+
+def test_a_cause_that_is_no_trials_own_ends_the_study_which_goes_on_without_it(tmp_path: Path) -> None:
+    full = True
+
+    def fit(config: Config, report: Report) -> None:
+        if full:
+            raise ConfigError("train.out: no space left on the device")
+        train(config, report)
+
+    with pytest.raises(ConfigError, match="no space left"):
+        Study(tmp_path, CONFIG, [RATE]).run(2, fit, no_progress)
+    full, study = False, Study(tmp_path, CONFIG, [RATE])
+    study.run(2, fit, no_progress)
+    assert [row["state"] for row in study.rows()] == ["fail"] * MOST_FAILED + ["complete"] * 2
+
+
+def test_a_line_of_metrics_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
+    """A trial was killed in the middle of its second line; the study goes on with that trial."""
+
+    def killed(config: Config, report: Report) -> None:
+        running = Path(f"{config.train.out}.training")
+        running.mkdir()
+        (running / "metrics.jsonl").write_text('{"step": 5, "recall@10": 0.5}\n{"step": 10, "reca')
+        assert _validations(running) == [0.5]
+        raise Killed
+
+    with pytest.raises(Killed):
+        Study(tmp_path, CONFIG, [RATE]).run(1, killed, no_progress)
+    study = Study(tmp_path, CONFIG, [RATE])
+    study.run(1, train, no_progress)
+    assert study.finished == 1
 
 
 def test_the_command_trains_and_its_best_file_is_a_configuration(

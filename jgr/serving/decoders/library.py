@@ -120,8 +120,8 @@ class LibraryLoader:
         self._planned.extend(placed)
 
     def catch_up(self, executor: Any) -> None:
-        """Fill all that is queued. executor: the PagedExecutor that dispatches. Raises what that raises; the pool is
-        empty then."""
+        """Fill all that is queued. executor: the PagedExecutor that dispatches. Raises what that raises; what was to be
+        filled stays queued then."""
         with self._lock:  # even where nothing is queued: another thread may be about to fill the last cells
             while self._planned:
                 placed = self._planned.popleft()
@@ -129,6 +129,9 @@ class LibraryLoader:
                     self._fill(placed, executor)
                 except PoolLost:  # it is placed anew by the next plan
                     continue
+                except Exception:
+                    self._planned.appendleft(placed)  # else its cells would be read as they are
+                    raise
 
     def _fill(self, placed: Placed, executor: Any) -> None:
         kv, library = self._kv, self.library

@@ -101,7 +101,6 @@ class PartedScheduler:
         lost: set[tuple[int, ...]] = set()
         for planner, own in self._parts.pop(jobs):
             lost |= planner.finished(own, well)
-        self._neighbours.tidy()
         return {whole for whole, parts in self._parts.items() if not lost.isdisjoint(own for _, own in parts)}
 
     def informed(self, job: Job, hoped: bool = False) -> Job:
@@ -176,6 +175,9 @@ class PartedScheduler:
             replace(prompt, device=device) for device, group in chosen for prompt in group.prompts
         )
         self._parts[jobs] = [(self._planners[device], group.jobs) for device, group in chosen]
+        # Here, and not as a batch ends: what is dropped may be another model's by its next plan, and until then nobody
+        # would queue the copies of it.
+        self._neighbours.tidy()
         return Group(jobs, profile, prompts, (), self._neighbours.take_fetches())
 
 

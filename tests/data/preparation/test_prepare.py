@@ -510,6 +510,25 @@ def test_dataset_needs_semantic_ids_of_these_items(tmp_path: Path) -> None:
         load_dataset(config)
 
 
+def test_a_catalog_that_describes_items_otherwise_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = _log(tmp_path)
+    lines = [json.dumps({"item_id": f"i{row}", "title": f"Item {row}", "price": 1.5}) for row in range(5)]
+    (options.raw / "items.jsonl").write_text("".join(line + "\n" for line in lines))
+    prepare(options)
+    prepared, path = load_prepared(options.out), options.out / "catalog.jsonl"
+    ids = [[row] for row in range(len(prepared.item_ids))]
+    newer = [*prepared.metadata[:-1], {**prepared.metadata[-1], "price": 2.5}]
+    told = f"{path}: describes items otherwise than {options.out / 'items.jsonl'}; run jgr ids again"
+    for metadata, warnings in ((prepared.metadata, []), (newer, [f"{told} to take what is new"])):
+        save_catalog(Catalog.build(prepared.item_ids, ids, metadata), path)
+        caplog.clear()
+        found = load_dataset(DataConfig(kind="prepared", path=str(options.out)))
+        assert caplog.messages == warnings
+        assert list(found.catalog.metadata) == list(metadata)
+
+
 def _minionerec(folder: Path) -> Path:
     folder.mkdir()
     index = {str(i): [f"<a_{i}>", f"<b_{i % 2}>"] for i in range(4)}

@@ -86,9 +86,9 @@ def test_amazon_2023_splits(tmp_path: Path) -> None:
     assert items == []
 
 
-def test_gowalla_without_valid(tmp_path: Path) -> None:
-    events, _ = _read("gowalla", _write(tmp_path, {"train.txt.gz": "0 5 6\n", "test.txt": "0 7\n"}))
-    assert events == [Event("0", "5"), Event("0", "6"), Event("0", "7", None, 2)]
+def test_gowalla_without_valid_is_refused_by_the_files_name(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"valid\.txt"):
+        _read("gowalla", _write(tmp_path, {"train.txt.gz": "0 5 6\n", "test.txt": "0 7\n"}))
 
 
 def test_kuairand_reads_every_part_of_the_log(tmp_path: Path) -> None:

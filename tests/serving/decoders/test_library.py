@@ -32,6 +32,7 @@ from jgr.models.model_files import ModelFiles
 from jgr.prompt.tokens import PromptBuilder, PromptError, Tokenizer, template_prefix
 from jgr.serving.api import RankRequest
 from jgr.serving.decoders.loading import load_engine
+from jgr.serving.decoders.paged_executor import PagedExecutor
 from jgr.serving.policies.prototypes import KIND, PrototypePlace
 from jgr.serving.policies.sources import Run
 from tests.serving.decoders.dense import Dense
@@ -345,6 +346,26 @@ def test_a_lost_pool_has_the_library_again(world: World, served: Served) -> None
     after = served.rank("q", ids(*history), ids(*ROWS), history_texts=TEXTS)
     assert scores(after) == pytest.approx(scores(before), abs=1e-5)
     right(world, after, history, TEXTS)
+
+
+def test_a_library_that_could_not_be_written_is_written_before_the_next_answer(
+    world: World, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    history, pool = [13, 14, 15], served.engine.served.pool
+    assert pool is not None
+    pool.lose(pool.epoch, RuntimeError("a test empties it"))
+    epoch = pool.epoch
+
+    def fails(*arguments: Any) -> None:
+        raise MemoryError("no room for the values")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(PagedExecutor, "put", fails)
+        body = {"history": ids(*history), "candidates": ids(*ROWS), "history_texts": TEXTS}
+        assert served.call("/v1/rank", body).status == 500
+    answer = served.rank("p", ids(*history), ids(*ROWS), history_texts=TEXTS)
+    assert pool.epoch == epoch, "the library stands where it was placed at first"
+    right(world, answer, history, TEXTS)
 
 
 def refused(config: Config) -> str:

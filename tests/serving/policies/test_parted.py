@@ -110,6 +110,26 @@ def test_an_item_is_copied_from_the_device_that_has_it() -> None:
     assert after.prompts[0].items[0].spans == (Reuse(1, fetch.into),)
 
 
+def test_an_item_computed_away_from_its_home_stays_until_a_plan_carries_its_copy() -> None:
+    """Another model's plan may come first, and would be given the pages that are free."""
+    scheduler = make("item")
+    neighbours = scheduler._neighbours
+    first = plan(scheduler, job(0, 0, 2, [1]))  # on device 0; the item's home is device 1
+    assert devices(first) == {0: 0} and not first.fetches
+    free = neighbours.metas[0].pages.free
+    scheduler.finished(first.jobs, well=True)
+    assert neighbours.metas[0].pages.free == free and not neighbours.fetches
+    second = plan(scheduler, job(1, 1, 2, [4]))  # of nothing that is kept
+    (fetch,) = second.fetches
+    source = next(x.write for x in first.prompts[0].items)
+    assert (fetch.source, fetch.to, fetch.cells) == (0, 1, source)
+    scheduler.finished(second.jobs, well=True)
+    third = plan(scheduler, job(2, 2, 2, [1]))
+    (again,) = third.fetches
+    assert (again.source, again.to, again.cells) == (1, 2, fetch.into), "it is read at its home"
+    scheduler.check()
+
+
 def test_without_sharing_each_device_computes() -> None:
     scheduler = make("item", shares=False)
     for number in range(3):
