@@ -127,13 +127,13 @@ def test_a_row_for_each_fault_and_why_one_has_not_run() -> None:
 
 def test_a_missed_target_is_told_with_its_figures_and_why() -> None:
     of = {"better": "lower", "target": 1.05, "unit": "x"}
-    one = "time-constrained-over-unconstrained-one-prefix-with-all-children"
+    one = "regret-of-the-heuristic-on-held-out-shapes"
     claims = [{"id": one, "value": 1.06, "holds": False, **of}, {"id": "x", "value": 2, "holds": False, **of}]
     result = {**RESULT, "benchmark": "x"}
     held = {**result, "claims": [{"id": one, "value": 1.04, "holds": True, **of}]}
     found = misses([held, {**result, "claims": claims}])
     assert " ".join(found.split()).startswith(
-        "- **A constraint where one prefix has all children** (`x`: 1.06 of ≤ 1.05). There the whole level"
+        "- **Tiles of attention by rule** (`x`: 1.06 of ≤ 1.05). On the processor of an earlier result"
     )
     assert found.count("- **") == 1
     assert misses([held]) == ""
