@@ -52,7 +52,7 @@ WORDS: Mapping[str, Mapping[str, str]] = {
         "beauty-given-ids": "our generator on Amazon Beauty with published ids",
         "beauty-own-code": "our generator on Beauty, a code for each item",
         "beauty-text": "our generator on Amazon Beauty with texts",
-        "industrial-own-code": "our generator on Industrial, a code for each item",
+        "industrial-own-code": "our generator on Industrial, a code an item",
         "industrial-text": "our generator on Amazon Industrial with texts",
         "industrial": "our generator on Amazon Industrial",
         "ml1m": "our generator on MovieLens 1M",
