@@ -184,12 +184,18 @@ class _Bench:
         self._print(report, load_lines.capacity_lines(report))
         self._check_answers(points)
 
-    def _schedule(self, rate: float | None, duration_s: float | None) -> Schedule:
+    def _drawn(self, rate: float | None, duration_s: float | None) -> Schedule:
+        """The next schedule, which may be empty."""
         schedule = self._source.schedule(rate, duration_s, self._runs)
         self._runs += 1
+        if len(schedule):
+            self._first = self._first or schedule.requests[schedule.which[0]]
+        return schedule
+
+    def _schedule(self, rate: float | None, duration_s: float | None) -> Schedule:
+        schedule = self._drawn(rate, duration_s)
         if not len(schedule):
             raise UserError("there is nothing to send: raise --rate or --duration, or check --trace")
-        self._first = self._first or schedule.requests[schedule.which[0]]
         return schedule
 
     def _report(self, schedule: Schedule, label: str, timeout_s: float = TIMEOUT_S) -> dict[str, Any]:
@@ -207,11 +213,9 @@ class _Bench:
     def _warm_up(self, rate: float) -> None:
         """Send requests that are not measured, so that the first rate does not pay for cold caches."""
         seconds = min(max(WARM_UP_S, 1 / rate), self._source.longest_s(rate))
-        schedule = self._source.schedule(rate, seconds, self._runs)
-        self._runs += 1
+        schedule = self._drawn(rate, seconds)
         if not len(schedule):  # a low rate, and nothing came by chance
             return
-        self._first = schedule.requests[schedule.which[0]]
         report = self._report(schedule, "warm-up")
         if "429" not in report["answered"]:  # else it answers, only not so many
             self._check_answers([report])

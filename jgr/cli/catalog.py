@@ -54,7 +54,7 @@ def _build(source: Path, out: str) -> None:
     place = Path(out).resolve()  # of a link, what it leads to
     if place.exists():
         refuse_overwriting(place, flags.FLAGS.overwrite, "--out", "a catalog")
-        load_catalog(place)  # nothing else is ever removed
+        load_catalog(out)  # nothing else is ever removed
     start = time.monotonic()
     lines = source.name.removesuffix(".gz").endswith(".jsonl")
     catalog = load_columns(source) if lines else load_catalog(source)

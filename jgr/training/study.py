@@ -34,8 +34,9 @@ Fit = Callable[[Config, Report], None]
 
 _log = logging.getLogger(__name__)
 
-MOST_FAILED = 3
-"""So many trials that fail one after the other end the study."""
+MOST_FAILED = 10
+"""So many trials that fail one after the other end the study. A few may do so by chance, where many draws have fields
+that do not go together."""
 BEFORE_PRUNING = 4
 """So many trials are finished before one is pruned."""
 DATABASE, PICTURE, BEST = "study.db", "trials.png", "best.toml"

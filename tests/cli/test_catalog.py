@@ -100,3 +100,19 @@ def test_the_old_catalog_can_be_loaded_until_the_new_one_is_whole(
     assert load_catalog(out).version == new.version
     assert sorted(path.name for path in tmp_path.iterdir()) == ["c.catalog", "d.jsonl"]
     assert seen == [CATALOG.version] * 4
+
+
+def test_a_link_leads_to_the_catalog_that_is_replaced(tmp_path: Path) -> None:
+    new = Catalog.build(["x", "y"], [[5, 1], [5, 2]], [{}, {}])
+    save_catalog(CATALOG, tmp_path / "first.catalog")
+    (tmp_path / "first.catalog").rename(tmp_path / "first")
+    (tmp_path / "c.catalog").symlink_to("first")
+    save_catalog(new, tmp_path / "d.jsonl")
+    done = _jgr(
+        "build", f"--out={tmp_path / 'c.catalog'}", f"--catalog={tmp_path / 'd.jsonl'}", "--overwrite"
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "c.catalog").is_symlink() and load_catalog(
+        tmp_path / "c.catalog"
+    ).version == new.version
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["c.catalog", "d.jsonl", "first"]
