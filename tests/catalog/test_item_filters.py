@@ -110,3 +110,17 @@ def test_other_metadata_in_the_field_is_refused(bad: object) -> None:
     catalog = Catalog.build(["a", "b"], [(0,), (1,)], [{}, {"segments": bad}])
     with pytest.raises(CatalogError, match=r"item 'b': metadata.segments must be a list of segment names"):
         catalog_segments(catalog, "segments")
+
+
+@settings(max_examples=300)
+@given(st.sets(st.text("abc", max_size=6), max_size=8), st.text("abc", max_size=6))
+def test_the_nearest_segment_is_one_of_those_that_begin_most_like_the_name(
+    names: set[str], name: str
+) -> None:
+    filters = ItemFilters(
+        PrefixTree.build(np.array([[0]], np.int32)), {one: np.array([0], np.int32) for one in names}
+    )
+    alike = {one: max(n for n in range(min(len(one), len(name)) + 1) if one[:n] == name[:n]) for one in names}
+    near = filters.nearest(name)
+    assert (near is None) == (not names)
+    assert near is None or alike[near] == max(alike.values())

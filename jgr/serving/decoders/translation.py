@@ -10,7 +10,6 @@ the others are dropped here, when leaves become items again.
 
 from __future__ import annotations
 
-import difflib
 import itertools
 from collections.abc import Sequence
 from copy import copy
@@ -326,8 +325,8 @@ class Translator:
         known = self._filters.segments
         for at, name in enumerate(filters.segments):
             if name not in known:
-                near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
-                there = f"the nearest is {quoted(near[0])}" if near else "the catalog has none"
+                near = self._filters.nearest(name)
+                there = "the catalog has none" if near is None else f"the nearest is {quoted(near)}"
                 field = f"filters.segments[{at}]"
                 raise invalid(field, f"{field}: there is no segment {quoted(name)}; {there}")
 

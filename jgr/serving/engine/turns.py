@@ -11,9 +11,8 @@ served.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from jgr.serving.policies.jobs import SORTS, Sort
 
@@ -25,6 +24,27 @@ RATE = 1 / 8
 """The weight of one turn in the mean time of a request."""
 
 
+class Inside:
+    """Counts who is inside its `with` blocks, of one event loop."""
+
+    def __init__(self) -> None:
+        self._count, self._left = 0, asyncio.Event()
+
+    def __enter__(self) -> None:
+        self._count += 1
+
+    def __exit__(self, *raised: object) -> None:
+        self._count -= 1
+        if not self._count:
+            self._left.set()
+
+    async def over(self) -> None:
+        """Wait until nobody is inside."""
+        while self._count:
+            self._left.clear()
+            await self._left.wait()
+
+
 class Turns:
     """All methods are called on one event loop. clock: nanoseconds that never go back."""
 
@@ -34,7 +54,7 @@ class Turns:
         self._lines = {sort: OrderedDict() for sort in SORTS}
         self.waiting = 0
         """Requests in all lines."""
-        self._coming, self._came = 0, asyncio.Event()
+        self._coming = Inside()
         self._last: Sort = "undated"  # of the two lines that go on alternately, the one that went on last
         self._begun, self._began_ns = 0, 0  # how many requests this turn has begun, and when it began
         self._most = LEAST  # how many it may begin
@@ -55,22 +75,13 @@ class Turns:
             ahead *= 2
         return round(ahead * self._each_ns)
 
-    @contextlib.contextmanager
-    def coming(self) -> Iterator[None]:
+    def coming(self) -> Inside:
         """Around all that a request waits for before its turn has come, and its turn."""
-        self._coming += 1
-        try:
-            yield
-        finally:
-            self._coming -= 1
-            if not self._coming:
-                self._came.set()
+        return self._coming
 
     async def over(self) -> None:
         """Wait until all that are coming have had their turns, and have gone on."""
-        while self._coming:
-            self._came.clear()
-            await self._came.wait()
+        await self._coming.over()
 
     async def take(self, sort: Sort) -> None:
         """Wait for one's turn."""

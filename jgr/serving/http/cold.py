@@ -151,7 +151,7 @@ class Cold:
         if (await self._way.read_body(request.receive)).strip() not in (b"", b"{}"):
             raise RequestError("invalid_request", "a rollback takes no body")
         model = self._models.find(request.path_params["name"])
-        model.rollback()
+        await model.rollback()
         return self._accepted(model.info, f"/v1/models/{quote(model.name)}")
 
     def _accepted(self, info: msgspec.Struct, told_at: str) -> Response:

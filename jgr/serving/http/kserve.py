@@ -441,6 +441,6 @@ def model_metadata(models: Models, name: str, version: str) -> ModelMetadata:
 
 def require_ready(models: Models, name: str, version: str) -> None:
     """Raise RequestError unless the KServe model of that name and version serves."""
-    status = models.engine(version or None, kind_of(name)).status
+    status = "draining" if models.draining else models.engine(version or None, kind_of(name)).status
     if status != "ready":
         raise RequestError("unavailable", f"the model is {status}")

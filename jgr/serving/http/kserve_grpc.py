@@ -274,7 +274,9 @@ class GrpcServer:
 
     async def _model_ready(self, given: Any, call: Call, left_ms: float | None) -> Any:
         engine = self._models.engine(given.version or None, kserve.kind_of(given.name))
-        return message_class("ModelReadyResponse")(ready=engine.status == "ready")
+        return message_class("ModelReadyResponse")(
+            ready=engine.status == "ready" and not self._models.draining
+        )
 
     async def _model_metadata(self, given: Any, call: Call, left_ms: float | None) -> Any:
         found = kserve.model_metadata(self._models, given.name, given.version)

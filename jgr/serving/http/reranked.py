@@ -29,11 +29,11 @@ async def reranked(
     find_ranker: gives the engine that serves now; by the time that the items are found it may be another. Raises
     RequestError where there is none.
 
-    As many items are ranked as the beam may find: beam_width (with min_beam_width: so many), and no more than the
-    ranker takes. Raises RequestError; what is wrong with the second request is told of the field rerank.
+    As many items are ranked as the beam may find, beam_width, and no more than the ranker takes. Raises RequestError;
+    what is wrong with the second request is told of the field rerank.
     """
     ranker = find_ranker()
-    width = request.min_beam_width or request.beam_width or finder.info.beam_width
+    width = request.beam_width or finder.info.beam_width
     depth = min(width, ranker.info.max_candidates, finder.info.catalog_items)
     if request.top_k > ranker.info.max_candidates:
         raise invalid(

@@ -14,8 +14,9 @@ Who asks is known before anything of a body is read (`jgr.serving.http.keys`); a
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from random import getrandbits
@@ -47,7 +48,7 @@ from jgr.serving.http.keys import ANYBODY, Caller, Keys
 from jgr.serving.http.operations import open_paths
 from jgr.serving.http.refusals import KSERVE, TRY_AGAIN, error_body
 from jgr.serving.http.rerank import Translate, rerank, score
-from jgr.serving.http.reranked import Ask, reranked
+from jgr.serving.http.reranked import reranked
 from jgr.serving.policies.jobs import Kind
 from jgr.serving.policies.quotas import Places
 from jgr.serving.prefill import Asked
@@ -281,20 +282,30 @@ class App:
         engine = models.chosen.get((request.model, kind)) or models.engine(request.model, kind)
         try:
             if isinstance(request, RecommendRequest) and request.rerank is not None:
-                find = partial(self._ranker, request.rerank)
-                return _encode(await reranked(self._asks(call), engine, find, request))
+                return _encode(
+                    await self._reranked(engine, request, partial(self._ranker, request.rerank), call)
+                )
             return await self.answer(engine, request, call, _encode)
         finally:
             del engine  # see _computed
 
-    def _asks(self, call: Call) -> Ask:
-        """Both requests of a call that reranks; a trace tells of the first."""
+    async def _reranked(
+        self, finder: AnyEngine, request: RecommendRequest, find_ranker: Callable[[], AnyEngine], call: Call
+    ) -> Answer:
+        """The answer to both requests of a call; a trace tells of the first. The second, for which the first was
+        computed, is not refused for the caller's share, nor because the server is to end."""
 
-        def ask(engine: AnyEngine, request: RecommendRequest | RankRequest) -> Awaitable[Answer]:
-            of = call if isinstance(request, RecommendRequest) else replace(call, trace=None)
-            return self.answer(engine, request, of, lambda answer: answer)
+        def ask(engine: AnyEngine, one: RecommendRequest | RankRequest) -> Awaitable[Answer]:
+            of = call if isinstance(one, RecommendRequest) else replace(call, trace=None)
+            return self._computed(engine, one, of, lambda answer: answer)
 
-        return ask
+        try:
+            self.models.require_open()
+            queues = {engine.info.id: engine.max_queue for engine in (finder, find_ranker())}
+            with self._share(call.caller, queues), self.models.reranking:
+                return await reranked(ask, finder, find_ranker, request)
+        finally:
+            del finder  # see _computed
 
     def _ranker(self, name: str) -> AnyEngine:
         """The engine of a request's `rerank`. Raises RequestError, which names the field."""
@@ -324,20 +335,33 @@ class App:
     async def answer(self, engine: AnyEngine, request: Asked, call: Call, encode: Callable[[Any], T]) -> T:
         """The engine's answer as `encode` makes it, within the caller's share of the queue. Raises RequestError, and
         ClientGone."""
-        caller = call.caller
-        share, queue = caller.share, engine.info.id
-        if share is not None and not share.enter(queue, engine.max_queue):
-            self._refused["share"].inc()
-            raise RequestError(
-                "quota_exceeded",
-                f"the key {caller.name!r} has used up its share of the queue; try again later",
-            )
         try:
-            return await self._computed(engine, request, call, encode)
+            self.models.require_open()
+            with self._share(call.caller, {engine.info.id: engine.max_queue}):
+                return await self._computed(engine, request, call, encode)
         finally:
-            if share is not None:
-                share.leave(queue)
             del engine  # see _computed
+
+    @contextlib.contextmanager
+    def _share(self, caller: Caller, queues: Mapping[str, int]) -> Iterator[None]:
+        """Within the caller's share of each queue. queues: how many each holds, by its name. Raises RequestError."""
+        share, entered = caller.share, list[str]()
+        if share is None:
+            yield
+            return
+        try:
+            for queue, most in queues.items():
+                if not share.enter(queue, most):
+                    self._refused["share"].inc()
+                    raise RequestError(
+                        "quota_exceeded",
+                        f"the key {caller.name!r} has used up its share of the queue; try again later",
+                    )
+                entered.append(queue)
+            yield
+        finally:
+            for queue in entered:
+                share.leave(queue)
 
     async def _computed(self, engine: AnyEngine, request: Asked, call: Call, encode: Callable[[Any], T]) -> T:
         """The engine's answer, encoded; the work of a client that leaves is cancelled."""

@@ -128,6 +128,8 @@ class Deployment:
         self._engines = [engine]  # and those that warm up or drain
         self._activated: Catalog | None = begin.activated
         self._loaded_at: str | None = None
+        self.ending = False
+        """Whether the server is to end, so that only what it owes is still asked of the engine."""
         self.warming = ""
         """How far the first warm-up is, in words; it is written by the thread that warms up."""
         self._task: asyncio.Task[None] | None = None
@@ -144,7 +146,7 @@ class Deployment:
 
     @property
     def status(self) -> Status:
-        return self.engine.status
+        return "draining" if self.ending and self.engine.status == "ready" else self.engine.status
 
     @property
     def broken(self) -> str:
@@ -187,7 +189,7 @@ class Deployment:
             raise RequestError("conflict", f"model {self.name!r} was not loaded from a folder")
         self._begin("model", self.name, partial(self._reloaded, self._load, self._activated))
 
-    def rollback(self) -> None:
+    async def rollback(self) -> None:
         """Begin to serve the version before. RequestError where there is none; `info` tells how it goes on.
 
         Nothing is kept for it: it is read from its folder again, which must not have changed.
@@ -198,8 +200,9 @@ class Deployment:
             raise RequestError("conflict", f"no other version of model {self.name!r} was served before")
         if before.files is None:
             raise RequestError("conflict", f"the folder of {before.version!r} is gone: {before.folder}")
-        if not before.files.unchanged:
+        if not await self.in_thread(lambda: before.files is not None and before.files.unchanged):
             raise RequestError("conflict", f"the folder of {before.version!r} holds other files by now")
+        self._require_idle()  # still
         self._begin("model", before.version, partial(self._reloaded, before.load, self._activated, before))
 
     async def settled(self) -> None:

@@ -11,6 +11,7 @@ What takes memory and time is done to one after the other: the first warm-up, an
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Sequence
 from functools import partial
@@ -20,6 +21,7 @@ from jgr.serving.api import ModelInfo
 from jgr.serving.engine import metrics
 from jgr.serving.engine.contract import Progress, Status
 from jgr.serving.engine.engine import AnyEngine
+from jgr.serving.engine.turns import Inside
 from jgr.serving.errors import RequestError, invalid, quoted
 from jgr.serving.policies.jobs import Kind
 from jgr.serving.versions.deployment import Deployment
@@ -38,6 +40,8 @@ class Models:
         distinct("model.name", [deployment.name for deployment in deployments])
         self.deployments = tuple(deployments)
         self.draining = False
+        self.reranking = Inside()
+        """The calls whose second half is still owed: a stop accepts it."""
         self._by_name = {deployment.name: deployment for deployment in deployments}
         self._reloads: asyncio.Task[None] | None = None
         self._reload_again = False
@@ -171,9 +175,22 @@ class Models:
     async def drain(self, timeout_s: float) -> bool:
         """Refuse new work, finish what was accepted. False: time ran out for one of them; the rest got errors."""
         self.draining = True
+        for deployment in self.deployments:
+            deployment.ending = True
         if self._reloads is not None:
             self._reloads.cancel()
-        return all(await asyncio.gather(*(deployment.drain(timeout_s) for deployment in self.deployments)))
+        loop = asyncio.get_running_loop()
+        end_s = loop.time() + timeout_s
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(end_s):
+                await self.reranking.over()
+        left_s = max(0.0, end_s - loop.time())
+        return all(await asyncio.gather(*(deployment.drain(left_s) for deployment in self.deployments)))
+
+    def require_open(self) -> None:
+        """Raise RequestError where no more requests are taken."""
+        if self.draining:
+            raise RequestError("unavailable", "the server is draining")
 
     def join(self, timeout_s: float) -> bool:
         """After `drain`: wait for every thread, each so long. False where a load or the device still holds one."""

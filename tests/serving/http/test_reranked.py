@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -19,7 +20,8 @@ from jgr.serving.engine.metrics import Metrics
 from jgr.serving.policies.batching import make_profiles
 from jgr.serving.policies.jobs import Profile
 from jgr.serving.versions.deployment import Deployment
-from tests.serving.fakes import FakeExecutor, LiveServer, Reply, make_config, make_engine
+from tests.serving.fakes import FakeExecutor, LiveServer, Pending, Reply, make_config, make_engine
+from tests.serving.http.test_keys import ADA, BOB, bearer, entry, write
 from tests.serving.versions.test_reload import ADMIN
 
 HISTORY = ["a", "b"]
@@ -34,9 +36,7 @@ class Reversed(FakeExecutor):
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[LiveServer]:
-    config = make_config("model.name=other")
-    other = make_engine(config, Reversed(make_profiles(config.profiles)))
-    with LiveServer(more=[Deployment(other, config.catalog, None)]) as server:
+    with with_other() as server:
         yield server
 
 
@@ -75,6 +75,17 @@ def test_it_is_what_two_calls_give(pair: LiveServer, fields: dict[str, object]) 
     assert answer["usage"]["beam_width"] == width
     timing = answer["timing_ms"]
     assert timing["total"] + 1e-6 >= timing["queue"] + timing["prepare"] + timing["device"]
+
+
+@pytest.mark.parametrize("least", [1, 2, 4, 9])
+def test_a_beam_that_may_be_narrower_finds_and_ranks_as_much_where_there_is_time(
+    pair: LiveServer, least: int
+) -> None:
+    body = {"history": HISTORY, "top_k": 1, "beam_width": 4, "rerank": "other"}
+    allowed = pair.call("/v1/recommend", {**body, "min_beam_width": least})
+    plain = pair.call("/v1/recommend", body)
+    assert allowed.status == 200
+    assert (found(allowed), allowed.json["usage"]) == (found(plain), plain.json["usage"])
 
 
 def test_nothing_found_is_nothing_to_order(pair: LiveServer) -> None:
@@ -127,6 +138,59 @@ def test_a_reload_of_the_second_model_while_the_first_one_searches_is_noticed() 
         server.executor.release()
         reply = asking.reply()
         assert (reply.status, reply.json["reranked_by"]) == (200, "other@1")
+
+
+def finding(server: LiveServer, **headers: str) -> Pending:
+    """A call whose first half runs, and stays so until the executor is released."""
+    server.executor.hold()
+    asking = server.send("/v1/recommend", {"history": HISTORY, "top_k": 3, "rerank": "other"}, **headers)
+    server.executor.wait_entered()
+    return asking
+
+
+def with_other(*settings: str) -> LiveServer:
+    config = make_config("model.name=other")
+    other = make_engine(config, Reversed(make_profiles(config.profiles)))
+    return LiveServer(*settings, more=[Deployment(other, config.catalog, None)])
+
+
+def test_a_stop_finishes_both_halves_of_a_call_and_takes_no_other() -> None:
+    with with_other() as server:
+        asking = finding(server)
+        server.stop()
+        while (ready := server.call("/health/ready")).status == 200:
+            pass
+        assert ready.status == 503 and "draining" in ready.error["message"]
+        ranking = {"history": HISTORY, "candidates": ["a"], "model": "other"}
+        refused = [server.call("/v1/rank", ranking), server.call("/v1/recommend", {"history": HISTORY})]
+        assert [(reply.status, reply.error["type"]) for reply in refused] == [(503, "unavailable")] * 2
+        server.executor.release()
+        assert asking.reply().status == 200
+        assert server.join() == 0
+
+
+def test_a_stop_waits_no_longer_than_it_may_for_the_first_half() -> None:
+    with with_other("server.drain_timeout_s=0.05") as server:
+        asking = finding(server)
+        server.stop()
+        reply = asking.reply()
+        assert (reply.status, reply.error["type"]) == (503, "unavailable")
+
+
+def test_a_share_is_used_up_before_the_first_half_or_by_neither(tmp_path: Path) -> None:
+    keys = write(tmp_path / "keys", entry("ada", ADA, share=0.0001), entry("bob", BOB))
+    with with_other(keys) as server:
+        asking = finding(server, **bearer(ADA))
+        batches = len(server.executor.batches)
+        ranking = {"history": HISTORY, "candidates": ["a"], "model": "other"}
+        refused = server.call("/v1/rank", ranking, **bearer(ADA))
+        assert (refused.status, refused.error["type"]) == (429, "quota_exceeded")
+        second = server.call("/v1/recommend", {"history": HISTORY, "rerank": "other"}, **bearer(ADA))
+        assert (second.status, second.error["type"]) == (429, "quota_exceeded")
+        server.executor.release()
+        assert asking.reply().status == 200
+        assert len(server.executor.batches) == batches, "the refused one was not computed"
+        assert server.call("/v1/rank", ranking, **bearer(ADA)).status == 200
 
 
 def test_a_client_asks_so_and_an_engine_alone_refuses(pair: LiveServer) -> None:

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +16,8 @@ import numpy as np
 import pytest
 
 from jgr.models import checkpoint
-from tests.serving.fakes import LiveServer
+from jgr.models.model_files import ModelFiles
+from tests.serving.fakes import PATIENCE_S, LiveServer
 from tests.serving.versions.test_reload import ADMIN, Versions, reload, reloading_server, wait_until
 from tests.serving.versions.test_reload_model import REQUESTS, Switchable, scores
 
@@ -97,6 +100,30 @@ def test_a_rollback_needs_the_admin_key_and_takes_no_body() -> None:
         assert server.call(path, method="POST", **ADMIN).status == 409
     with LiveServer() as server:
         assert server.call(path, method="POST").status == 403
+
+
+def test_files_that_take_long_to_look_at_hold_nobody_up(
+    server: Switchable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.point_to("a")
+    server.reload()
+    server.point_to("b")
+    server.reload()
+    looking, go_on = threading.Event(), threading.Event()
+
+    def unchanged(_: ModelFiles) -> bool:
+        looking.set()
+        return go_on.wait(PATIENCE_S)
+
+    monkeypatch.setattr(ModelFiles, "unchanged", property(unchanged))
+    with contextlib.closing(server.connect()) as other:
+        other.request("POST", ROLLBACK.format("tiny"), headers=ADMIN)
+        assert looking.wait(PATIENCE_S)
+        assert len(answers(server)) == len(REQUESTS)
+        go_on.set()
+        assert other.getresponse().status == 202
+    while server.call("/v1/models/tiny")["reload"] == "running":
+        pass
 
 
 def test_a_change_that_is_refused_says_what_the_running_one_is_at() -> None:
