@@ -32,8 +32,8 @@ Status = Literal["starting", "ready", "draining", "failed"]
 
 
 class Executors(Protocol):
-    """Compiled programs with their buffers, on lanes. Each has a thread for each run that may be in flight; the lane's
-    launches come one after the other, in the order of its runs, and so do its collects."""
+    """Compiled programs with their buffers, on lanes. One thread makes a lane's launches, in the order of its runs, and
+    one its collects; the same one where a single run may be in flight."""
 
     @property
     def lanes(self) -> int:

@@ -2,10 +2,12 @@
 """The threads that talk to the device.
 
 The one idea: calls go in through a queue and results come back as callbacks on the event loop, so nothing but these
-threads ever waits for a device. A lane has as many of them as it may have runs in flight, and a run keeps one from its
-launch to its end: to hand it to another one between the two would take longer than a small run does. Launches are in
-the order of the runs, and so are collects. So the next run is packed and dispatched while the device is busy (XGR-12,
-16). They are daemons: a device call cannot be interrupted, and must not keep a process alive whose time to drain ran
+threads ever waits for a device. A lane has two of them: one launches its runs, the other collects them, both in their
+order. So the next run is packed and dispatched while the device is busy (XGR-12, 16). One thread launches them all
+because a CPU's device runs what one thread has launched in that order, but what two have launched at the same time: of
+two runs in flight the first would then end when both do. A lane that has one run at a time needs one thread.
+
+The threads are daemons: a device call cannot be interrupted, and must not keep a process alive whose time to drain ran
 out.
 """
 
@@ -96,29 +98,22 @@ class Calls:
             del call  # it may hold what the device gave, until the next one comes
 
 
-class Turn:
-    """Locks of a run: the next one of its lane is launched, and collected, once this one has released them."""
-
-    def __init__(self) -> None:
-        self.launched, self.collected = threading.Lock(), threading.Lock()
-        self.launched.acquire()
-        self.collected.acquire()
-
-
 class Lanes:
     """The threads of each lane of some executors. A lane is given no more runs at a time than `in_flight`. failed: the
     runs that have failed on the device since the last good one."""
 
     def __init__(self, executors: Executors, clock: Callable[[], int]) -> None:
         self._executors, self._clock = executors, clock
-        lanes, flights = range(executors.lanes), range(executors.in_flight)
-        self._idle = [[Calls(f"jgr-lane-{lane}-{number}") for number in flights] for lane in lanes]
-        self._threads = [thread for threads in self._idle for thread in threads]
-        self._last: list[Turn | None] = [None for _ in lanes]  # of each lane, the run that was queued last
+        lanes = range(executors.lanes)
+        self._launching = [Calls(f"jgr-lane-{lane}") for lane in lanes]
+        self._collecting = self._launching
+        if executors.in_flight > 1:
+            self._collecting = [Calls(f"jgr-lane-{lane}-ends") for lane in lanes]
+        self._threads = list(dict.fromkeys([*self._launching, *self._collecting]))
         self._free_ns = [0 for _ in lanes]  # when the last run of each lane ended
         self._stopping = False
         self.failed = 0
-        self._ended: deque[tuple[Start, Calls, Callable[[Run], None], Run]] = deque()
+        self._ended: deque[tuple[Callable[[Run], None], Run]] = deque()
 
     async def start(self, progress: Progress) -> None:
         """Start the threads, and warm up in the first one, which calls `progress` too. Raises what that raises;
@@ -150,17 +145,13 @@ class Lanes:
     ) -> None:
         """Queue a run on its lane; `done` is called on the event loop. wanted: asked from the lane's thread before it
         launches the run; where nobody wants it any more, it ends as Abandoned."""
-        before, mine = self._last[start.lane], Turn()
-        self._last[start.lane] = mine
-        thread = self._idle[start.lane].pop()
-        thread.call(partial(self._run, start, work, done, wanted, thread, before, mine))
+        self._launching[start.lane].call(partial(self._launch, start, work, done, wanted))
 
     def reap(self) -> None:
         """On the event loop: call `done` for the runs that have ended. It is called where a turn of the loop may take
         long, so that the device does not wait for the turn's end."""
         while self._ended:
-            start, thread, done, ended = self._ended.popleft()
-            self._idle[start.lane].append(thread)
+            done, ended = self._ended.popleft()
             if ended.error is None:
                 self.failed = 0
             elif not isinstance(ended.error, NOT_THE_DEVICE):
@@ -170,25 +161,18 @@ class Lanes:
     def stop(self) -> None:
         """End the threads once what was queued is done."""
         self._stopping = True
-        for thread in self._threads:
-            thread.stop()
+        for launching, collecting in zip(self._launching, self._collecting, strict=True):
+            launching.call(collecting.stop)  # after all that it still launches
+            if collecting is not launching:
+                launching.stop()
 
     def join(self, timeout_s: float) -> bool:
         """Wait for the threads' end, for each so long. False where the device still holds one."""
         return all([thread.join(timeout_s) for thread in self._threads])
 
-    def _run(
-        self,
-        start: Start,
-        work: Any,
-        done: Callable[[Run], None],
-        wanted: Callable[[], bool],
-        thread: Calls,
-        before: Turn | None,
-        mine: Turn,
+    def _launch(
+        self, start: Start, work: Any, done: Callable[[Run], None], wanted: Callable[[], bool]
     ) -> None:
-        if before is not None:
-            before.launched.acquire()  # which nobody waits for but this run
         start_ns, pending = self._clock(), None
         error: Exception | None = None
         try:
@@ -198,11 +182,19 @@ class Lanes:
                 error = Abandoned()  # not raised: its traceback would hold this frame, which holds it
         except Exception as cause:
             error = cause
-        launched_ns = self._clock()
-        mine.launched.release()
-        if before is not None:
-            before.collected.acquire()
-        begin_ns = max(start_ns, self._free_ns[start.lane])
+        span_ns = start_ns, self._clock()
+        self._collecting[start.lane].call(partial(self._collect, start, pending, error, span_ns, done))
+
+    def _collect(
+        self,
+        start: Start,
+        pending: Any,
+        error: Exception | None,
+        span_ns: tuple[int, int],
+        done: Callable[[Run], None],
+    ) -> None:
+        """span_ns: when the launch began and ended."""
+        begin_ns = max(span_ns[0], self._free_ns[start.lane])
         outcomes: Sequence[Any] = ()
         try:
             if error is None:
@@ -214,10 +206,8 @@ class Lanes:
         except Exception as cause:
             outcomes, error = (), cause
         end_ns = self._free_ns[start.lane] = self._clock()
-        ended = Run(outcomes, error, start_ns, launched_ns, begin_ns, end_ns)
-        self._ended.append((start, thread, done, ended))
-        mine.collected.release()
-        thread.post(self.reap)
+        self._ended.append((done, Run(outcomes, error, *span_ns, begin_ns, end_ns)))
+        self._collecting[start.lane].post(self.reap)
 
     def _warm_up(self, progress: Progress, ended: asyncio.Future[Exception | None]) -> None:
         def step(done: int, total: int, label: str) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A lane's threads: each run has one from its launch to its end, and launches and collects are in the runs' order."""
+"""A lane's threads: one launches all runs and one collects them, both in the runs' order."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from jgr.cache.pool import PoolLost
@@ -93,7 +95,7 @@ class Runs:
 
 
 @pytest.mark.parametrize("in_flight", [1, 2, 3])
-def test_a_run_has_one_thread_from_its_launch_to_its_end(in_flight: int) -> None:
+def test_one_thread_launches_all_runs_and_one_collects_them(in_flight: int) -> None:
     executors = Watched(in_flight)
 
     async def one_after_the_other() -> None:
@@ -104,9 +106,10 @@ def test_a_run_has_one_thread_from_its_launch_to_its_end(in_flight: int) -> None
         runs.end()
 
     asyncio.run(one_after_the_other())
-    for run in range(20):
-        assert executors.thread["launch", run] == executors.thread["collect", run]
-    assert {*executors.thread.values()} <= executors.bound and len(executors.bound) == in_flight
+    launching = {thread for (what, _), thread in executors.thread.items() if what == "launch"}
+    collecting = {thread for (what, _), thread in executors.thread.items() if what == "collect"}
+    assert (len(launching), len(collecting)) == (1, 1)
+    assert executors.bound == launching | collecting and (launching == collecting) == (in_flight == 1)
 
 
 def test_a_run_is_launched_while_the_one_before_it_is_collected_and_ends_after_it() -> None:
@@ -194,3 +197,49 @@ def test_runs_that_fail_on_the_device_are_counted_until_one_ends_well() -> None:
             self.came.set()
 
     assert asyncio.run(counted()) == [1, 1, 1, 2, 2, 0, 1, 1]
+
+
+def test_a_stop_ends_the_threads_once_what_was_queued_is_collected() -> None:
+    executors = Watched(2, held=[0])
+
+    async def stopped() -> Runs:
+        runs = Runs(executors)
+        await runs.lanes.start(lambda done, total, label: None)
+        both = runs.begin(0), runs.begin(1)
+        runs.lanes.stop()
+        executors.release(0)
+        await asyncio.wait_for(asyncio.gather(*both), PATIENCE_S)
+        assert runs.lanes.join(PATIENCE_S)
+        return runs
+
+    assert asyncio.run(stopped()).ended == [0, 1]
+
+
+def test_a_short_run_behind_a_long_one_does_not_run_beside_it() -> None:
+    """The device runs programs of two threads at the same time, so that the first one takes longer."""
+    long = jax.jit(lambda x: jax.lax.fori_loop(0, 200, lambda _, y: jnp.tanh(y @ y), x))
+    short = jax.jit(lambda x: x + 1)
+    x = jnp.ones((256, 256)) / 256
+    jax.block_until_ready((long(x), short(x)))
+    launched = list[jax.Array]()
+    long_had_ended = list[bool]()
+
+    class Two(Watched):
+        def launch(self, start: Start, work: Any) -> Any:
+            launched.append((long, short)[start.run](x))
+            if start.run == 1:
+                launched[1].block_until_ready()
+                long_had_ended.append(launched[0].is_ready())
+            return launched[start.run]
+
+        def collect(self, start: Start, pending: Any) -> list[Any]:
+            return [pending.block_until_ready()]
+
+    async def both() -> None:
+        runs = Runs(Two(2))
+        await runs.lanes.start(lambda done, total, label: None)
+        await asyncio.wait_for(asyncio.gather(runs.begin(0), runs.begin(1)), PATIENCE_S)
+        runs.end()
+
+    asyncio.run(both())
+    assert long_had_ended == [True]
