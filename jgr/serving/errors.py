@@ -62,8 +62,8 @@ class ErrorBody(Struct, kw_only=True):
     predicted_ms: Annotated[
         float | UnsetType,
         Meta(
-            description="Milliseconds that the answer would have taken; only where the request was refused because "
-            "that is beyond its deadline."
+            description="Milliseconds that the answer might have taken, with what predictions are wrong by; only where "
+            "that is beyond the request's deadline, or would have made others late, as the message says."
         ),
     ] = UNSET
 
@@ -77,7 +77,7 @@ class ErrorAnswer(Struct, kw_only=True):
 class RequestError(Exception):
     """Raised for a request that is refused. type decides the HTTP status; field names the part at fault.
 
-    predicted_ms: how long the answer would have taken, where that is why. retry_after_s: when it is worth another try.
+    predicted_ms: how long the answer might have taken, where that is why. retry_after_s: when it is worth another try.
     """
 
     def __init__(

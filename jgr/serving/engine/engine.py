@@ -232,7 +232,7 @@ class Engine(Generic[S]):
             return deadline_ns
         self.metrics.rejected["too_late"].inc()
         self.served.lost(request)
-        raise refusal(verdict, arrival_ns, deadline_ns, self._host.after_ns)
+        raise refusal(verdict, arrival_ns, deadline_ns, self._host.part_ns)
 
     def _refused(self, verdict: Rejected, task: Any, job: Job) -> RequestError:
         """The error of a job that the policy did not take."""
@@ -242,7 +242,7 @@ class Engine(Generic[S]):
         self.served.lost(task.request)
         if verdict.reason == "too_late" and not isinstance(task.request, Prefill):
             self._host.refused(task.request, job)
-        return refusal(verdict, job.arrival_ns, job.deadline_ns, self._host.after_ns)
+        return refusal(verdict, job.arrival_ns, job.deadline_ns, self._host.part_ns)
 
     def encoded(self, ticket: Ticket) -> None:
         """The answer of a ticket is about to be sent."""

@@ -47,10 +47,14 @@ class Host:
     def turned(self, ns: int) -> None:
         self.lag_ns += round(RATE * (ns - self.lag_ns))
 
+    @property
+    def part_ns(self) -> int:
+        """What a request needs of the host: it waits for the loop before it is read, and its answer waits again."""
+        return self.after_ns + 2 * self.lag_ns
+
     def reserve_ns(self, left_ns: int) -> int:
-        """What a deadline must leave for the host, of the time until it: never more than half of that. A request waits
-        for the loop before it is read, and its answer waits again."""
-        return min(self.after_ns + 2 * self.lag_ns, left_ns // 2)
+        """What a deadline must leave for the host, of the time until it: never more than half of that."""
+        return min(self.part_ns, left_ns // 2)
 
     def known_late(
         self,
@@ -107,18 +111,23 @@ def _alike(request: Request) -> Hashable:
 
 
 def refusal(
-    verdict: Rejected, arrival_ns: int = 0, deadline_ns: int | None = None, after_ns: int = 0
+    verdict: Rejected, arrival_ns: int = 0, deadline_ns: int | None = None, host_ns: int = 0
 ) -> RequestError:
-    """Why a job was not taken, where no size is to blame. after_ns: the host's time after its last run."""
+    """Why a job was not taken, where no size is to blame. host_ns: what it would have needed of the host."""
     if verdict.reason == "draining":
         return RequestError("unavailable", "the server is draining")
     if verdict.predicted_ns is None or deadline_ns is None or verdict.reason != "too_late":
         return RequestError("overloaded", "too many requests are waiting; try again later")
     late_s = max(0, verdict.predicted_ns - deadline_ns) / 1e9
-    predicted_ms = round((verdict.predicted_ns + after_ns - arrival_ns) / 1e6, 1)
+    predicted_ms = math.ceil((verdict.predicted_ns + host_ns - arrival_ns) / 1e5) / 10
+    why = (
+        "would make others late, which were accepted before it"
+        if verdict.for_others
+        else "is past its deadline"
+    )
     return RequestError(
         "overloaded",
-        f"the answer would take {predicted_ms} ms, which is past the deadline or would make others late",
+        f"the answer may take {predicted_ms} ms, which {why}",
         predicted_ms=predicted_ms,
         retry_after_s=max(1, math.ceil(late_s)),
     )

@@ -33,7 +33,7 @@ class KServeError(Struct, kw_only=True):
     ] = UNSET
     predicted_ms: Annotated[
         float | UnsetType,
-        Meta(description="Milliseconds that the answer would have taken, where that is why it was refused."),
+        Meta(description="Milliseconds that the answer might have taken, where that is why it was refused."),
     ] = UNSET
 
 

@@ -138,7 +138,7 @@ class Policy(ABC, Generic[L]):
             raise ValueError(f"job {job.id} is already {self.state(job.id)}")
         self._advance_clock(now_ns)
         job = self._informed(job)
-        reason, predicted_ns = self._refusal(job), None
+        reason, predicted_ns, late = self._refusal(job), None, None
         if self._draining:
             reason = "draining"
         elif reason is None and self.full(sort_of(job)):
@@ -146,13 +146,13 @@ class Policy(ABC, Generic[L]):
         share_ns = self._share_ns(job) if self._ordering.shares(job) and reason is None else 0
         key = self._ordering.key(job, self._counts["queued"], share_ns)
         if reason is None and self._ordering.predicts and job.deadline_ns is not None:
-            predicted_ns, in_time = self._forecast(job, key, now_ns)
-            if not in_time and not self._may_try(job, now_ns):
-                reason = "too_late"
-            self._admissions[job.priority].decided(self._class_of(job), reason == "too_late")
-        if reason is not None:
+            predicted_ns, late = self._forecast(job, key, now_ns)
+            if late is not None and self._may_try(job, now_ns):
+                late = None
+            self._admissions[job.priority].decided(self._class_of(job), late is not None)
+        if reason is not None or late is not None:
             self._counts[advance("new", "reject")] += 1
-            return Rejected(reason, predicted_ns)
+            return late or Rejected(reason or "too_late")
         entry = self._live[job.id] = self._enter(job, key)
         if predicted_ns is not None and job.deadline_ns is not None and predicted_ns <= job.deadline_ns:
             entry.latest_ns, entry.accepted_ns = job.deadline_ns - self._alone_ns(job), now_ns
@@ -170,12 +170,11 @@ class Policy(ABC, Generic[L]):
             return None
         job = self._informed(job, hoped=True)
         key = self._ordering.key(job, self._counts["queued"], 0)
-        predicted_ns, in_time = self._forecast(job, key, now_ns)
-        if in_time:
-            return None
-        self._admissions[job.priority].decided(self._class_of(job), refused=True)
-        self._counts[advance("new", "reject")] += 1
-        return Rejected("too_late", predicted_ns)
+        _, late = self._forecast(job, key, now_ns)
+        if late is not None:
+            self._admissions[job.priority].decided(self._class_of(job), refused=True)
+            self._counts[advance("new", "reject")] += 1
+        return late
 
     def cancel(self, job_id: int, now_ns: int) -> bool:
         """Forget a job; what waits never runs. False where it is unknown or has already ended."""
@@ -353,20 +352,21 @@ class Policy(ABC, Generic[L]):
     def _withdraw(self, entry: L) -> None:
         """A job ends before its work came back: it leaves the policy's own queues."""
 
-    def _forecast(self, job: Job, key: Key, now_ns: int) -> tuple[int, bool]:
-        """When a new job would end, and whether that is in time for it and for all that were accepted before it."""
+    def _forecast(self, job: Job, key: Key, now_ns: int) -> tuple[int, Rejected | None]:
+        """When a new job would end; and how it is refused, where that is too late for it or for one that was accepted
+        before it."""
         begin_ns = self._begins_ns(now_ns) + self._begun_ns()
         order, backlog = self._queue.order, self._queue.backlog()
         at = bisect.bisect(order, (key, job.id))
         load = backlog.before(at)
         end_ns = begin_ns + load.add(job)
+        room_ns = 0  # where nothing else is on its way, nothing can come between
         if job.deadline_ns is not None:
-            room_ns = 0  # where nothing else is on its way, nothing can come between
             if self._live or self._flights:
                 admission = self._admissions[job.priority]
                 room_ns = admission.room_ns(self._class_of(job), job.deadline_ns - now_ns)
             if end_ns + room_ns > job.deadline_ns:
-                return end_ns, False
+                return end_ns, Rejected("too_late", end_ns + room_ns)
         last_ns = self._deadlines[-1][0] if self._deadlines else 0
         for place in range(at, len(order)):
             behind = self._live[order[place][1]]
@@ -376,8 +376,8 @@ class Policy(ABC, Generic[L]):
             late_ns = begin_ns + load.add(behind.job)
             deadline_ns = behind.job.deadline_ns or 0
             if behind.latest_ns is not None and then_ns <= deadline_ns < late_ns:
-                return end_ns, False
-        return end_ns, True
+                return end_ns, Rejected("too_late", end_ns + room_ns, for_others=True)
+        return end_ns, None
 
     def _loses(self, done: Sequence[int], begin_ns: int) -> int:
         """How many accepted jobs would be late if the device began with the queue then, without these jobs; all, where

@@ -18,6 +18,7 @@ from jgr.cache.memory import Memory
 from jgr.config import Config, ConfigError, override
 from jgr.serving.engine.engine import AnyEngine, Engine
 from jgr.serving.engine.journal import Journal, Line, Opened, journal_at, read, replay
+from jgr.serving.policies.admission import LEAST_NS
 from jgr.serving.policies.batching import Batcher
 from jgr.serving.policies.jobs import (
     Accepted,
@@ -172,7 +173,7 @@ def test_what_was_refused_beforehand_is_refused_again_in_a_replay(tmp_path: Path
     policy = journal_at(str(path)).follow("model/catalog", {}, make(), 0)
     policy.submit(job(1, 50), 1)
     assert policy.refuses(job(-1, 50), 2) is None
-    assert policy.refuses(job(-1, 5), 3) == Rejected("too_late", 3 + 10 * ms)
+    assert policy.refuses(job(-1, 5), 3) == Rejected("too_late", 3 + 10 * ms + LEAST_NS)
     policy.submit(job(2, 50), 4)
     lines = list(read(path))
     tags = [type(line.event).__struct_config__.tag for line in lines]

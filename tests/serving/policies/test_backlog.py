@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jgr.serving.policies.admission import LEAST_NS
 from jgr.serving.policies.backlog import STRIDE, Backlog
 from jgr.serving.policies.batching import Batcher, FixedShapes, Group, Loses
 from jgr.serving.policies.jobs import Accepted, Job, Profile, Rejected
@@ -157,5 +158,7 @@ def test_who_has_no_deadline_and_waits_between_counts_for_who_waits_behind() -> 
     behind = batcher.submit(job(3, 46), 0)
     assert behind == Accepted(3, None, 40 * MS)
     first = batcher.submit(job(4, 22), 0)  # would end after 20 ms, and the other one after 50
-    assert first == Rejected("too_late", 20 * MS)
+    assert first == Rejected("too_late", 20 * MS + LEAST_NS, for_others=True)
+    soon = batcher.submit(job(5, 19), 0)
+    assert soon == Rejected("too_late", 20 * MS + LEAST_NS)
     batcher.check()
