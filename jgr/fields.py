@@ -131,12 +131,13 @@ def check(section: Any, **minimum: float) -> None:
             require(value >= minimum[name], f"{key} must be at least {minimum[name]}, not {value}")
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def nearest(name: str, known: Iterable[str], alike: float = 0.0) -> str:
     """The one of `known`, which is not empty, that looks most like `name`, for an error message.
 
+    alike: how much, from 0 to 1, as difflib counts it; "" where none does.
     Only the beginning of `name` is compared: the time is the product of the lengths, and a client may choose this one.
     """
-    return difflib.get_close_matches(name[:COMPARED_CHARS], known, n=1, cutoff=0.0)[0]
+    return next(iter(difflib.get_close_matches(name[:COMPARED_CHARS], known, n=1, cutoff=alike)), "")
 
 
 def sizes(name: str, given: tuple[int, ...]) -> None:

@@ -250,7 +250,8 @@ def series() -> str:
         "Metrics",
         "`GET /metrics` answers in the text format of Prometheus. All are counters, gauges and histograms over the "
         "server's life: rates are for the reader to compute. A histogram has the series `_bucket`, `_sum` and "
-        "`_count`. A server of several models adds the label `model` to all but "
+        f"`_count`; those of values that may be negative ({_without_sum()}) have no `_sum`. "
+        "A server of several models adds the label `model` to all but "
         + ", ".join(f"`{name}`" for name in metrics.OF_THE_PROCESS)
         + ", and a [fleet](../fleet.md) the label `replica` to all. Series of a cache, of a feature store and of "
         "scorers are there where the model has them, `jgr_fleet_*` of a fleet alone. The client "
@@ -258,6 +259,15 @@ def series() -> str:
         "in `deploy/`; [Serving](../serving.md#deadlines-and-overload) says what to watch under load.",
         table(("series", "type", "labels", ""), rows),
     )
+
+
+def _without_sum() -> str:
+    """The names of the histograms whose series have no `_sum`, which the client library leaves out."""
+    histograms = [family for family in _families() if family.type == "histogram" and family.samples]
+    found = [
+        family.name for family in histograms if all(not one.name.endswith("_sum") for one in family.samples)
+    ]
+    return ", ".join(f"`{name}`" for name in found)
 
 
 def _families() -> list[Metric]:

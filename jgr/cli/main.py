@@ -11,9 +11,11 @@ reads the output.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import errno
 import importlib
+import logging
 import os
 import re
 import sys
@@ -90,7 +92,7 @@ def run(argv: Sequence[str] | None = None) -> int:
         print("jgr:", advice, file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        return 130
+        return _interrupted()
     except BrokenPipeError:
         # The reader of stdout has ended, as in `jgr config | head -1`. The buffered rest is discarded: the
         # interpreter's own flush at exit would fail as this one did.
@@ -101,6 +103,18 @@ def run(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"jgr: {e.filename}: {e.strerror}", file=sys.stderr)
         return 2
+
+
+def _interrupted() -> int:
+    """The exit code of an interrupted command. Where JAX is loaded the process ends here."""
+    if "jax" in sys.modules:
+        # JAX gives up a compilation at once, but XLA goes on with it in a thread, under which the interpreter's end is
+        # a segmentation fault.
+        logging.shutdown()
+        with contextlib.suppress(OSError):  # nobody may read the output any more
+            sys.stdout.flush()
+        os._exit(130)
+    return 130
 
 
 def _run(arguments: list[str]) -> int:

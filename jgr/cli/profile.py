@@ -113,11 +113,11 @@ def _costs_table(timed: Sequence[Timed], model: CostModel, spread: float) -> str
         )
     lines += [
         "",
-        f"{'kind':<18}{'points':>7}{'MAPE':>8}{'held out':>10}{'worst':>8}  {'host: run':<12}{'request'}",
+        f"{'kind':<18}{'points':>7}{'MAPE':>8}{'held out':>10}{'its worst':>11}  {'host: run':<12}{'request'}",
     ]
     for kind, found in model.kinds.items():
         host, held = model.hosts[kind], found.held_out
-        out = f"{'-':>10}{'-':>8}" if held is None else f"{held.mean:>10.1%}{held.largest:>8.1%}"
+        out = f"{'-':>10}{'-':>11}" if held is None else f"{held.mean:>10.1%}{held.largest:>11.1%}"
         lines.append(
             f"{kind:<18}{found.points:>7}{found.errors.mean:>8.1%}{out}  {host.constant * 1e3:.3f} ms"
             f"    {host.coefficients.get('requests', 0.0) * 1e3:.3f} ms"

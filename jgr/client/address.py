@@ -39,6 +39,11 @@ def parse_url(url: str) -> Address:
     return Address(parts.scheme == "https", host or "", port or PORTS[parts.scheme], parts.path.rstrip("/"))
 
 
+def unreached(where: str, reason: str) -> str:
+    """What is told of a server that no connection can be made to. where: a URL, or a host with its port."""
+    return f"nobody answers at {where}: {reason}; does jgr serve run there?"
+
+
 def tls_context(ca_file: str | os.PathLike[str] | None = None) -> ssl.SSLContext:
     """Checks servers' certificates. ca_file: a PEM file of the authorities to trust; None or empty: the system's.
 

@@ -156,18 +156,24 @@ class _EngineThread:
         self.models.join(self._timeout_s)
 
     async def _main(self) -> None:
+        drained = asyncio.create_task(self._drained())
         try:
             await self.models.start(lambda done, total, label: None)
         except BaseException as error:
             self._closed = True
-            await self.models.drain(self._timeout_s)
+            self._stopping.set()
+            await drained
             self.started.set_exception(error)
             return
         self.started.set_result(None)
-        await self._stopping.wait()
-        await self.models.drain(self._timeout_s)
+        await drained
         left = asyncio.all_tasks() - {asyncio.current_task()}
         await asyncio.gather(*left, return_exceptions=True)  # they hear that the engine has stopped
+
+    async def _drained(self) -> None:
+        """Drain after a stop, which in the warm-up ends that once the program at hand is compiled."""
+        await self._stopping.wait()
+        await self.models.drain(self._timeout_s)
 
     async def _answers(self, kind: Kind, bodies: Sequence[bytes]) -> list[Any]:
         several = len(bodies) > 1

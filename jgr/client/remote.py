@@ -32,7 +32,7 @@ from urllib3.exceptions import (
 )
 from urllib3.response import HTTPResponse
 
-from jgr.client.address import Address, parse_url, tls_context
+from jgr.client.address import Address, parse_url, tls_context, unreached
 from jgr.client.errors import (
     InternalError,
     InvalidRequest,
@@ -237,7 +237,7 @@ class Client(Recommender):
         except ClosedPoolError:
             raise Unavailable("the client is closed", "unavailable") from None
         except HTTPError as error:
-            failed = Unavailable(f"{url}: {self._reason(error)}", "unavailable")
+            failed = Unavailable(self._told(url, error), "unavailable")
             failed.sent = not isinstance(error, NewConnectionError | ConnectTimeoutError)
             raise failed from None
         except ValueError as error:  # http.client's, for a chunk of less than no bytes
@@ -262,15 +262,17 @@ class Client(Recommender):
                 if not isinstance(error.args[-1], _Ended) or not _may_repeat(method, path):
                     raise
 
-    def _reason(self, error: HTTPError) -> str:
+    def _told(self, url: str, error: HTTPError) -> str:
         """What has happened, without the names of urllib3's objects."""
-        if isinstance(error, ConnectTimeoutError) and not isinstance(error, NewConnectionError):
-            return f"no connection within {self._connect_s:g} s"
-        if isinstance(error, TimeoutError) and not isinstance(error, NewConnectionError):
-            return f"no answer within {self._timeout_s:g} s"
         inner = error.__cause__ or (error.args[-1] if error.args else error)
+        if isinstance(error, NewConnectionError):
+            return unreached(url, getattr(inner, "strerror", None) or one_line(inner))
+        if isinstance(error, ConnectTimeoutError):
+            return unreached(url, f"no connection within {self._connect_s:g} s")
+        if isinstance(error, TimeoutError):
+            return f"{url}: no answer within {self._timeout_s:g} s"
         advice = "; ca_file may name its authority" if isinstance(inner, ssl.SSLCertVerificationError) else ""
-        return f"{one_line(inner) or type(inner).__name__}{advice}"
+        return f"{url}: {one_line(inner) or type(inner).__name__}{advice}"
 
 
 class _Server(NamedTuple):

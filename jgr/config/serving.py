@@ -73,9 +73,10 @@ class BatchingConfig:
     # Most requests that wait, of each sort: with a deadline, without one, and of priority batch. One more is refused
     # with 429.
     max_queue: int = 1024
-    # Which request goes next. deadline: the earliest deadline of those that can still be met; what cannot be answered
-    # in time is refused at once. The others, for comparisons, refuse nothing: edf, the earliest deadline; fifo, lifo,
-    # the first or the last come; codel, fifo in which who waited for long is ended.
+    # Which request goes next: deadline, the earliest deadline of those that can still be met, and what cannot be
+    # answered in time is refused at once; or, to compare with and refusing nothing, edf, the earliest deadline; fifo,
+    # lifo, the first or the last come; codel, fifo. With codel a request gets a 504, even without a deadline, once it
+    # has waited for 20 ms, or for 100 ms where the queue was empty within the last 100 ms.
     order: Literal["deadline", "edf", "fifo", "lifo", "codel"] = "deadline"
     # Batches of a stream that are handed to the device, so that it need not wait for the host.
     in_flight: int = 2
@@ -115,7 +116,7 @@ class ServerConfig:
     drain_timeout_s: float = 30.0  # seconds that accepted requests have to finish after SIGTERM
     # Deadline in milliseconds of a request that has none of its own; none: no deadline.
     default_deadline_ms: float | None = None
-    # How long a request without a deadline waits before it is as urgent as one whose deadline is now, in milliseconds.
+    # A request without a deadline is as urgent as one that is due so many milliseconds after it came.
     patience_ms: float = 1000.0
     # Whether each request gets a line in the log; /health, /v2/health and /metrics get one only when not answered 200.
     access_log: bool = False

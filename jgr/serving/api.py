@@ -36,8 +36,9 @@ UserId = Annotated[
     | Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
     | None,
     Meta(
-        description="Name of the user, without control characters. Cached work for the same user is found by it. It "
-        "changes the answer only where it changes the prompt's layout, which the answer names."
+        description="Name of the user, without control characters. Cached work for the same user is found by it; "
+        "null or an empty one means nobody. It changes the answer only where it changes the prompt's layout, which "
+        "the answer names."
     ),
 ]
 History = Annotated[
@@ -143,7 +144,8 @@ class RecommendRequest(Struct, forbid_unknown_fields=True, kw_only=True, frozen=
         Annotated[int, Meta(ge=1)] | None,
         Meta(
             description="Where the search would take too long for the deadline, it may have as few beams as this; the "
-            "answer's usage.beam_width says how many it had. null: beam_width, or a refusal."
+            "answer's usage.beam_width says how many it had. null, or more than beam_width: nothing less "
+            "than beam_width."
         ),
     ] = None
     rerank: Annotated[
@@ -184,8 +186,8 @@ class RankRequest(Struct, forbid_unknown_fields=True, kw_only=True, frozen=True)
         Annotated[int, Meta(ge=1)] | None,
         Meta(
             description="Where scoring all candidates would take too long for the deadline, only the first ones may be "
-            "scored, at least this many; put the likely ones first. usage.candidates says how many were. null: all of "
-            "them, or a refusal."
+            "scored, at least this many; put the likely ones first. usage.candidates says how many were. null, or more "
+            "than there are: nothing less than all of them."
         ),
     ] = None
     exclude_history: Annotated[

@@ -80,12 +80,12 @@ def known_history(request: Asked, catalog: Catalog, limit: int, reject: bool) ->
     return rows, unknown
 
 
-def user_entry(user_id: str, tenant: str = "") -> str:
-    """The name of a user's cache entries.
+def user_entry(user_id: str | int | None, tenant: str = "") -> str:
+    """The name of a user's cache entries; "" where user_id is null or empty, which means nobody.
 
     tenant: what the names of all entries of its users begin with; see Engine.submit.
     """
-    return tenant + USER_ENTRY + user_id
+    return "" if user_id is None or user_id == "" else f"{tenant}{USER_ENTRY}{user_id}"
 
 
 def texts(item_ids: list[str | int]) -> list[str]:

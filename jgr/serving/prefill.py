@@ -21,7 +21,7 @@ from jgr.serving.api import (
 from jgr.serving.policies.jobs import Priority
 
 HintedUser = (
-    Annotated[str, Meta(max_length=256, pattern=r"^[^\x00-\x1f\x7f]*\Z")]
+    Annotated[str, Meta(min_length=1, max_length=256, pattern=r"^[^\x00-\x1f\x7f]*\Z")]
     | Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 )
 

@@ -180,7 +180,6 @@ class HttpConnection(asyncio.Protocol):
 
 class _Error(msgspec.Struct):
     type: str
-    reason: str = ""
 
 
 class _Refusal(msgspec.Struct):
@@ -191,13 +190,12 @@ _decode = msgspec.json.Decoder(_Refusal).decode
 
 
 def _reason(body: bytes | bytearray) -> str:
-    """The body's error.type, with error.reason where there is one; empty for a body of another form.
+    """The body's error.type; empty for a body of another form.
 
     It is printed, so what a terminal would obey is replaced.
     """
     try:
-        error = _decode(body).error
+        reason = _decode(body).error.type
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return ""
-    reason = (f"{error.type}: {error.reason}" if error.reason else error.type)[:_MAX_REASON_CHARS]
-    return "".join(char if char.isprintable() else "?" for char in reason)
+    return "".join(char if char.isprintable() else "?" for char in reason[:_MAX_REASON_CHARS])

@@ -21,8 +21,10 @@ def run_lines(report: Mapping[str, Any]) -> list[str]:
     for status, reasons in report["errors"].items():
         shown = ", ".join(f"{count} {reason}" for reason, count in reasons.items())
         lines.append(f"refused   {status}: {shown}")
+    own = report["deadline_ms"]
+    limit = f"deadline_ms, else {report['slo_ms']:g} ms" if own is None else f"their deadline of {own:g} ms"
     lines.append(
-        f"goodput   {report['goodput_per_s']:.1f}/s answered 200 within deadline_ms, else {report['slo_ms']:g} ms "
+        f"goodput   {report['goodput_per_s']:.1f}/s answered 200 within {limit} "
         f"({report['in_time'] / report['sent']:.1%} of the requests)"
     )
     if report["latency_ms"]:

@@ -103,14 +103,17 @@ def summarize(schedule: Schedule, results: Results, slo_ms: float) -> dict[str, 
 
     latency_ms covers the answers with status 200, lateness_ms how late the client turned to requests. offered_per_s and
     goodput_per_s are over the seconds that the schedule stands for, achieved_per_s is the answers with status 200 over
-    the time until the last of them. latency_95_ms has the intervals. kinds and classes break the same figures down.
+    the time until the last of them. deadline_ms: the requests' own, where all have the same; slo_ms counts for those
+    without one. latency_95_ms has the intervals. kinds and classes break the same figures down.
     """
     good, answered = in_time(schedule, results, slo_ms), _answered(results)
     elapsed_s = float(results.end_s.max())
     seconds = schedule.length_s or elapsed_s
+    deadlines = {request.deadline_ms for request in schedule.requests}
     until_s = max(seconds, float(results.end_s[answered].max(initial=0.0)))
     return {
         **_figures(results, np.ones(len(schedule), bool), good, seconds),
+        "deadline_ms": deadlines.pop() if len(deadlines) == 1 else None,
         "slo_ms": slo_ms,
         "elapsed_s": round(elapsed_s, 3),
         "offered_per_s": None if schedule.offered_per_s is None else round(schedule.offered_per_s, 3),

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from jgr.client.address import unreached
 from jgr.traffic.http_client import DISCONNECTED, TIMEOUT, Connection, HttpConnection, Target, Verdict
 from jgr.traffic.schedule import Float64, Int32, LoadError, Schedule
 
@@ -272,7 +273,7 @@ async def reach(target: Target, timeout_s: float) -> None:
             raise LoadError(
                 f"{where}: certificate verify failed: {error.verify_message}; --ca_file may name its authority"
             ) from None
-        raise LoadError(f"nobody answers at {where}: {reason}") from None
+        raise LoadError(unreached(where, reason)) from None
 
 
 def run(

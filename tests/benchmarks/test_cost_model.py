@@ -52,9 +52,9 @@ def timed(kind: str, error: float) -> list[Timed]:
 def test_what_is_claimed_is_the_worst_kinds_error() -> None:
     row = cost_model.row("hstu", [*timed("user", 0.0), *timed("part", 0.2)])
     (claim,) = cost_model.claims([row])
-    assert row["kinds"]["user"]["held_out_mape"] < 1e-6
+    assert row["kinds"]["user"]["held_out"]["mean"] < 1e-6
     assert claim.id == "cost-model-hstu-held-out-error" and not claim.holds
-    assert claim.value == pytest.approx(100 * row["kinds"]["part"]["held_out_mape"], rel=1e-2)
+    assert claim.value == pytest.approx(100 * row["kinds"]["part"]["held_out"]["mean"], rel=1e-2)
     assert 15 < claim.value < 40
     assert cost_model.claims([cost_model.row("stu", timed("user", 0.05))])[0].holds
 

@@ -221,6 +221,41 @@ def test_exit_codes() -> None:
     assert "Traceback" in defect.stderr
 
 
+COMPILES = """
+import os, signal, sys, threading, types
+import jax, jax.numpy as jnp
+from jgr.cli import main
+
+def interrupt():
+    frame = None
+    while frame is None or frame.f_code.co_name != "backend_compile_and_load":
+        frame = sys._current_frames()[threading.main_thread().ident]
+    os.kill(os.getpid(), signal.SIGINT)
+
+def long(x):
+    for i in range(400):
+        x = jnp.sort(x + i, axis=-1) @ x if i % 10 == 0 else jnp.sin(x) + i
+    return x
+
+def body(argv):
+    lowered = jax.jit(long).lower(jnp.ones((64, 64)))
+    print("compiling")
+    threading.Thread(target=interrupt, daemon=True).start()
+    lowered.compile()
+
+command = types.ModuleType("jgr.cli.fake")
+command.HELP, command.define_flags, command.main = "fake", lambda: None, body
+sys.modules["jgr.cli.fake"] = command
+main.COMMANDS["fake"] = "jgr.cli.fake"
+sys.exit(main.run(["fake"]))
+"""
+
+
+def test_an_interrupt_while_xla_compiles_ends_the_command_without_a_crash() -> None:
+    done = _jgr(code=COMPILES)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "compiling\n", "")
+
+
 def test_a_reader_that_leaves_is_not_an_error() -> None:
     done = _run_with("import os; r, w = os.pipe(); os.close(r); os.dup2(w, 1); print('unread')")
     assert (done.returncode, done.stderr) == (141, "")

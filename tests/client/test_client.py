@@ -154,7 +154,8 @@ def test_nobody_answers() -> None:
             with pytest.raises(jgr.Unavailable, match=r"no answer within 0\.05 s"):
                 client.recommend(["a"], top_k=3)
     with jgr.Client(url) as client:
-        with pytest.raises(jgr.Unavailable, match="refused") as caught:
+        told = f"nobody answers at {url}: Connection refused; does jgr serve run there\\?$"
+        with pytest.raises(jgr.Unavailable, match=told) as caught:
             client.recommend([["a"], ["b"]], top_k=3)
         assert type(caught.value) is jgr.Unavailable and not caught.value.sent, "no private class is shown"
     with pytest.raises(jgr.Unavailable, match="the client is closed"):

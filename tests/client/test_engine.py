@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,6 +22,7 @@ import jgr
 from jgr.client import embedded
 from jgr.config import Config
 from jgr.serving.api import Item
+from jgr.serving.engine.contract import Progress
 from jgr.serving.policies.batching import make_profiles
 from jgr.serving.policies.jobs import Kind
 from tests.serving.fakes import PATIENCE_S, FakeExecutor, make_config, make_engine
@@ -252,6 +254,35 @@ def test_what_waits_when_an_engine_closes_hears_of_it(
             future.result(PATIENCE_S)
     made.executor.release()
     closing.result(PATIENCE_S)
+
+
+class ManyPrograms(FakeExecutor):
+    """Its warm-up goes on until it is stopped, or for so long that nobody waits for its end."""
+
+    whole = False
+
+    def warm_up(self, progress: Progress) -> None:
+        self._pass()
+        end_s = time.monotonic() + PATIENCE_S / 4
+        while time.monotonic() < end_s:
+            progress(1, 2, "a program")
+        self.whole = True
+
+
+def test_an_engine_that_is_stopped_in_its_warm_up_compiles_no_further_program(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    executor = ManyPrograms(make_profiles(make_config().profiles))
+    monkeypatch.setattr(embedded, "load_any", lambda config, kinds: make_engine(config, executor))
+    thread = embedded._EngineThread(
+        make_config(), ["rank"]
+    )  # as a construction that is interrupted leaves it
+    executor.wait_entered()
+    thread.stop()
+    assert not executor.whole
+    thread.started.result(PATIENCE_S)
+    with pytest.raises(jgr.Unavailable, match="the engine is closed"):
+        thread.metrics()
 
 
 def engine_threads() -> Sequence[threading.Thread]:

@@ -267,8 +267,20 @@ def test_bad_hints_are_refused_by_name(decoder: Served) -> None:
     ):
         reply = decoder.call("/v1/users/u/prefill", body)
         assert (reply.status, reply.error["field"]) == (status, field)
+    reply = decoder.call("/v1/users/u/prefill", {"history": HISTORY, "user_id": "u"})
+    assert reply.error["message"] == "user_id stands in the path alone: /v1/users/{user_id}/prefill"
+    reply = decoder.call("/v1/users/u/prefill", {"history": HISTORY, "priority": "batch"})
+    assert reply.error["message"] == (
+        "unknown field 'priority'; there are history, model, history_times, time, history_actions, context, scenario, "
+        "deadline_ms"
+    )
     reply = decoder.call(f"/v1/users/{'u' * 257}/prefill", {"history": HISTORY})
     assert (reply.status, reply.error["field"]) == (422, "user_id")
+    reply = decoder.call("/v1/users//prefill", {"history": HISTORY})
+    assert (reply.status, reply.error["field"]) == (422, "user_id")
+    assert (
+        reply.error["message"] == "user_id: is empty, which means nobody; the path is /v1/users/{user_id}/..."
+    )
     assert decoder.call("/v1/users/u/prefill", b"{").status == 400
     assert decoder.call("/v1/users/u/prefill").status == 405
 
@@ -303,3 +315,16 @@ def test_clients_and_engines_give_hints(decoder: Served) -> None:
         with pytest.raises(jgr.InvalidRequest) as refused:
             engine.prefill(HISTORY, user_id="e" * 257)
         assert refused.value.field == "user_id"
+        with pytest.raises(jgr.InvalidRequest) as refused:
+            engine.prefill(HISTORY, user_id="")
+        assert refused.value.field == "user_id"
+
+
+def test_an_empty_user_id_means_nobody(decoder: Served) -> None:
+    history = HISTORY[3:]
+    body = {"history": history, "top_k": 4}
+    first, again = (decoder.call("/v1/recommend", {**body, "user_id": ""}).json["usage"] for _ in range(2))
+    assert (first["cached_tokens"], again["cached_tokens"]) == (0, len(history) + 1), "known by the history"
+    assert decoder.call("/v1/recommend", body).json["usage"]["cached_tokens"] == len(history) + 1
+    reply = decoder.call("/v1/users//cache", method="DELETE")
+    assert (reply.status, reply.error["field"]) == (422, "user_id")

@@ -141,7 +141,6 @@ def _refusal(body: bytes) -> bytes:
     ("body", "reason"),
     [
         (b'{"error": {"type": "overloaded", "message": "m", "request_id": "1"}}', "overloaded"),
-        (b'{"error": {"type": "overloaded", "reason": "queue_full"}}', "overloaded: queue_full"),
         (b'{"error": {"type": "%b"}}' % (b"x" * 1000), "x" * 64),
         (b'{"error": {"type": "\\u001b[2Jevil\\n\\u009b"}}', "?[2Jevil??"),
         (b'{"error": "overloaded"}', ""),

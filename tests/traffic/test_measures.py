@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -124,6 +125,7 @@ def test_the_report_counts_goodput_from_the_scheduled_time_within_each_requests_
         "goodput_per_s": 0.75,
         "latency_ms": {**none, "max": 300.0},  # five answers carry no percentile
         "latency_95_ms": none,
+        "deadline_ms": None,
         "slo_ms": 101.0,
         "elapsed_s": 8.0,
         "offered_per_s": 1.75,
@@ -151,7 +153,7 @@ def test_the_lines_say_what_the_report_says() -> None:
     assert lines[-2] == "waited    1 requests over 1 ms for a connection, the longest 250.0 ms"
     assert "offered 1.8/s, answered 1.2/s" in lines[0]
     assert lines[1] == "refused   429: 1 overloaded"
-    assert "42.9% of the requests" in lines[2]
+    assert "answered 200 within deadline_ms, else 101 ms (42.9% of the requests)" in lines[2]
     assert "not enough requests for P50 (7), P90 (44), P99 (459), P99.9 (4,603)" in lines[3]
 
 
@@ -161,6 +163,14 @@ def _even(n: int) -> dict[str, Any]:
     end = np.arange(1, n + 1) / 1e3
     schedule = Schedule(due, np.zeros(n, np.int32), REQUESTS[:1], 1.0)
     return summarize(schedule, Results(due, due, due, end, np.zeros(n, np.int32), [Verdict("200")]), 1e6)
+
+
+def test_the_lines_name_the_one_deadline_of_all() -> None:
+    schedule, results = _run()
+    ranks = [request._replace(deadline_ms=80.0) for request in schedule.requests]
+    report = summarize(dataclasses.replace(schedule, requests=ranks), results, slo_ms=101.0)
+    assert report["deadline_ms"] == 80.0
+    assert "answered 200 within their deadline of 80 ms (" in load_lines.run_lines(report)[2]
 
 
 def test_figures_appear_with_the_answers_that_carry_them() -> None:

@@ -242,5 +242,8 @@ def test_a_server_that_is_not_there_is_an_error() -> None:
             return target.port
 
     target = Target("127.0.0.1", asyncio.run(free_port()))
-    with pytest.raises(LoadError, match=rf"nobody answers at 127\.0\.0\.1 port {target.port}: "):
+    with pytest.raises(
+        LoadError,
+        match=rf"nobody answers at 127\.0\.0\.1 port {target.port}: .*; does jgr serve run there\?$",
+    ):
         load.run(_schedule(0.0), target, max_connections=1, timeout_s=30.0, progress=_quiet)

@@ -83,7 +83,7 @@ def glance(path: str, body: bytes, tenant: str = "", profiled: bool = False) -> 
     items = seen.candidates or seen.documents
     deadline = seen.deadline_ms
     return Hint(
-        user=user_entry(name, tenant) if name else "",
+        user=user_entry(name, tenant),
         events=len(seen.history),
         items=tuple(map(_name, items)) if isinstance(items, list) else (),
         left_ms=float(deadline)

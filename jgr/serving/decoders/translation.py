@@ -463,8 +463,7 @@ def _kept(chosen: ItemFilter, each: list[list[int]]) -> list[list[int]]:
 
 def _user_key(request: Asked, user: Content, tenant: str) -> str:
     """What the user's cache entry is called; a user without an id is known by the history."""
-    given = request.user_id is not None
-    return user_entry(str(request.user_id), tenant) if given else f"{tenant}history:{user.digest.hex()}"
+    return user_entry(request.user_id, tenant) or f"{tenant}history:{user.digest.hex()}"
 
 
 def _check_positions(prompt: Prompt, limit: int, written: int) -> None:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
+import msgspec
 import numpy as np
 
 from jgr.models.costs import Cost
@@ -123,7 +124,13 @@ def fit(timed: Sequence[Timed], family: str) -> CostModel:
         own = [one for one in timed if one.kind == kind]
         kinds[kind] = _fit([Point(one.cost._asdict(), one.seconds) for one in own], Cost._fields)
         hosts[kind] = _fit([Point({"requests": one.requests}, one.host_s) for one in own], ("requests",))
-    return CostModel(family, f"{jax.default_backend()}: {jax.devices()[0].device_kind}", kinds, hosts)
+    return CostModel(family, _device(), kinds, hosts)
+
+
+def _device() -> str:
+    """The backend, and the kind of its devices where that says more."""
+    backend, kind = jax.default_backend(), jax.devices()[0].device_kind
+    return backend if kind == backend else f"{backend}: {kind}"
 
 
 def _fit(points: Sequence[Point], terms: Sequence[str]) -> FittedCost:
@@ -152,27 +159,12 @@ def spaced(most: int, number: int, least: int = 1, unit: int = 1) -> tuple[int, 
 
 
 def report(timed: Sequence[Timed], model: CostModel) -> Mapping[str, Any]:
-    """The model, each kind's held-out errors, and what was measured, ready for JSON.
+    """The model, as its file has it, and what was measured, ready for JSON.
 
     spread: the median of the trials', which says how quiet the machine was.
     """
     return {
-        "family": model.family,
-        "device": model.device,
+        **msgspec.to_builtins(model),
         "spread": float(np.median([one.spread for one in timed])),
-        "kinds": {kind: _row(fitted) for kind, fitted in model.kinds.items()},
-        "hosts": {kind: _row(fitted) for kind, fitted in model.hosts.items()},
         "points": [{**one._asdict(), "cost": one.cost._asdict()} for one in timed],
-    }
-
-
-def _row(fitted: FittedCost) -> Mapping[str, Any]:
-    held = fitted.held_out
-    return {
-        "constant_s": fitted.constant,
-        "coefficients_s": fitted.coefficients,
-        "points": fitted.points,
-        "mape": fitted.errors.mean,
-        "held_out_mape": None if held is None else held.mean,
-        "held_out_largest": None if held is None else held.largest,
     }

@@ -57,7 +57,7 @@ REFUSALS = ("quota", "share", "unauthorized", "connections")
 HINTS = ("computed", "kept", "not_kept")
 TEXTS = {
     "jgr_queue_depth": "Requests waiting for a batch.",
-    "jgr_in_flight": "Runs that are on their lanes.",
+    "jgr_in_flight": "Runs that were started and have not ended.",
     "jgr_cache_pages": (
         "Pages of the pool, by holder: a kind of entries, nobody (free), other models and versions (others)."
     ),
@@ -138,11 +138,13 @@ class Metrics:
         rejected = self._counter("jgr_rejected", "Requests that the queue did not take, by reason.", "reason")
         self.rejected = {reason: rejected.labels(reason) for reason in REASONS}
         self._device = self._counter(
-            "jgr_device_seconds", "Time for which requests' runs were on their lanes."
+            "jgr_device_seconds",
+            "Time for which requests' runs had a lane of the device for themselves: the runs of a lane follow each "
+            "other, those of several go on side by side.",
         )
         self._wasted = self._counter(
             "jgr_wasted_device_seconds",
-            "Time on their lanes of runs for requests that got no answer in time.",
+            "The part of jgr_device_seconds that went to requests that got no answer in time.",
         )
         self._slack = self._histogram(
             "jgr_slack_seconds",

@@ -179,11 +179,14 @@ class Cold:
         return self._accepted(self._catalogs_of(request).rollback(), _listed_at(request))
 
     async def _prefill(self, request: HttpRequest) -> Response:
-        body, user = await self._way.read_body(request.receive), _user_of(request)
+        body, user = await self._way.read_body(request.receive), _named_user(request)
         try:
             given = self._hints.decode(body)
         except UNREADABLE as error:
-            raise refusal(error, body, PrefillRequest) from None
+            wrong = refusal(error, body, PrefillRequest)
+            if wrong.field == "user_id":
+                wrong = invalid("user_id", "user_id stands in the path alone: /v1/users/{user_id}/prefill")
+            raise wrong from None
         hint = Prefill(user_id=user, **msgspec.structs.asdict(given))
         answer = await self._way.answer_to(request.scope, self._models.hinted(given.model), hint, _encode)
         return Response(answer, media_type="application/json")
@@ -212,7 +215,7 @@ class Cold:
 
     async def _forget(self, request: HttpRequest) -> Response:
         whose = self._tenant_of(request)
-        erased = self._models.forget(_user_of(request), whose)
+        erased = self._models.forget(_named_user(request), whose)
         named = request.query_params.get("tenant")
         # A key that is gone may have left some; they are erased by its name like others.
         if named and whose and not erased and named not in self._keys.clients:
@@ -322,6 +325,13 @@ def _user_of(request: HttpRequest) -> str:
         raise invalid(
             "user_id", "user_id: must have at most 256 characters of UTF-8, and no control characters"
         )
+    return user
+
+
+def _named_user(request: HttpRequest) -> str:
+    """See _user_of; RequestError for an empty name too, which nothing is kept for."""
+    if not (user := _user_of(request)):
+        raise invalid("user_id", "user_id: is empty, which means nobody; the path is /v1/users/{user_id}/...")
     return user
 
 

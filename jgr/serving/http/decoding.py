@@ -23,6 +23,8 @@ R = TypeVar("R", bound=msgspec.Struct)
 
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What decoding a body raises."""
+ALIKE = 0.6
+"""How much a field's name must look like an unknown one to be suggested, as difflib counts it."""
 MAX_SEARCHED_BYTES = 1 << 16
 """A longer body is not searched for the field of a NaN, which takes Python a step for each value on the event loop."""
 
@@ -48,12 +50,14 @@ def refusal(error: Exception, body: bytes, type: Any) -> RequestError:
 def _explain(message: str, type: Any) -> RequestError:
     """Turn msgspec's message about a body of `type` into one that starts with the field."""
     if match := re.fullmatch(
-        r"Object contains unknown field `(.*)` - at `\$\.([\w.[\]]+)`", message, re.DOTALL
+        r"Object contains unknown field `(.*?)`(?: - at `\$\.([\w.[\]]+)`)?", message, re.DOTALL
     ):
-        return invalid(match[2], f"{match[2]}: unknown field {quoted(match[1])}")
-    if match := re.fullmatch(r"Object contains unknown field `(.*)`", message, re.DOTALL):
-        name, near = match[1], nearest(match[1], type.__struct_fields__)
-        return invalid(name[:MAX_QUOTED_CHARS], f"unknown field {quoted(name)}; the nearest is {near!r}")
+        name, path = match[1], match[2] or ""
+        there = f"{path}: " if path else ""
+        return invalid(
+            path or name[:MAX_QUOTED_CHARS],
+            f"{there}unknown field {quoted(name)}{_instead(type, path, name)}",
+        )
     if match := re.fullmatch(r"Object missing required field `(\w+)`", message):
         return invalid(match[1], f"{match[1]} is required")
     if match := re.fullmatch(r"(.*) - at `\$\.(.*)`", message):
@@ -66,12 +70,26 @@ def _explain(message: str, type: Any) -> RequestError:
     return RequestError("invalid_request", f"the body: {message[0].lower()}{message[1:]}")
 
 
-def _choices(type: Any, path: str) -> str:
-    """What a field of `type` may be, in words, where its type lists the values; else "". path: of the field, as msgspec
-    writes it."""
+def _instead(type: Any, path: str, name: str) -> str:
+    """In words, the field of the object at the path that a name may stand for; all of them where it is like none."""
+    kinds = (kind for kind in _at(type, path) if isinstance(kind, inspect.StructType))
+    fields = [field.encode_name for kind in kinds for field in kind.fields]
+    if near := nearest(name, fields, ALIKE):
+        return f"; the nearest is {near!r}"
+    return f"; there are {', '.join(fields)}" if fields else ""
+
+
+def _at(type: Any, path: str) -> list[inspect.Type]:
+    """The types of what stands in a `type` at a path, as msgspec writes it; the type itself at an empty one."""
     kinds = list(_plain(_described(type)))
     for step in re.findall(r"\[[^]]*\]|[^.[]+", path):
         kinds = [kind for above in kinds for below in _below(above, step) for kind in _plain(below)]
+    return kinds
+
+
+def _choices(type: Any, path: str) -> str:
+    """What a field of `type` may be, in words, where its type lists the values; else "". path: see _at."""
+    kinds = _at(type, path)
     listed = [repr(value) for kind in kinds if isinstance(kind, inspect.LiteralType) for value in kind.values]
     others = [_BESIDE.get(kind.__class__) for kind in kinds if not isinstance(kind, inspect.LiteralType)]
     if not listed or None in others:

@@ -133,19 +133,21 @@ class Keys:
         """Read the file again. One that cannot be used changes nothing, and is told in the log."""
         if not self._config.keys:
             return
-        before = self._callers
+        before = self._terms()
         try:
             self._take(read_keys(self._config))
         except ConfigError as error:
             _log.error("the keys stay as they are: %s", error)
             return
-        added, removed = self._callers.keys() - before.keys(), before.keys() - self._callers.keys()
-        kept = self._callers.keys() & before.keys()
-        changed = [key for key in kept if _terms(self._callers[key]) != _terms(before[key])]
-        _log.info(
-            "server.keys: %d keys were added, %d removed, %d changed in what they allow",
-            len(added), len(removed), len(changed),
-        )  # fmt: skip
+        after = self._terms()
+        added, removed = after.keys() - before.keys(), before.keys() - after.keys()
+        changed = [name for name in after.keys() & before.keys() if after[name] != before[name]]
+        were = "1 key was" if len(added) == 1 else f"{len(added)} keys were"
+        _log.info("server.keys: %s added, %d removed, %d changed", were, len(removed), len(changed))
+
+    def _terms(self) -> dict[str, tuple[object, ...]]:
+        """What a line of the file says of each key, by its name."""
+        return {caller.name: (digest, caller.role, caller.limits) for digest, caller in self._callers.items()}
 
     def refresh(self) -> None:
         """Reload where the file is another one, or was written, since this was asked last. For processes that no signal
@@ -244,11 +246,6 @@ def _places(entry: KeyEntry, old: Caller) -> Places | None:
     found = old.places or Places(entry.connections)
     found.change(entry.connections)
     return found
-
-
-def _terms(caller: Caller) -> tuple[object, ...]:
-    """What a line of the file says of a key."""
-    return caller.name, caller.role, caller.limits
 
 
 def tenant(name: str) -> str:

@@ -70,7 +70,8 @@ class BorderControl:
         self._begin(clock())
 
     def answered(self, user: str | int | None, arrival_ns: int, events: int, cached: bool) -> None:
-        """A request was answered. user: None: nobody's. events: of its history. cached: whether the user was kept."""
+        """A request was answered. user: None or empty: nobody's. events: of its history. cached: whether
+        the user was kept."""
         now_ns = self._clock()
         self._latency_ms.append((now_ns - arrival_ns) / 1e6)
         self._events += events
@@ -83,7 +84,7 @@ class BorderControl:
         self._ended(user, self._clock())
 
     def _ended(self, user: str | int | None, now_ns: int) -> None:
-        self._hot += user is not None and self._users.asked(user)
+        self._hot += user is not None and user != "" and self._users.asked(user)
         if now_ns - self._begun_ns >= self._config.epoch_s * 1e9:
             if self._learning is None or not self._learning.is_alive():
                 self._decide()

@@ -35,10 +35,10 @@ from jgr.serving.errors import MAX_QUOTED_CHARS, invalid, quoted
 from jgr.serving.explanations import ExplainedSpan, Source
 from jgr.serving.known_items import (
     MAX_LISTED_IDS,
-    USER_ENTRY,
     known_candidates,
     known_history,
     texts,
+    user_entry,
 )
 from jgr.serving.policies.jobs import Kind
 from jgr.serving.prefill import Asked, Prefill
@@ -149,9 +149,8 @@ class ScorerTranslator:
         needs = self._needs
         block, kept = self._user(request, history, unknown)
         key = known_by(self._layout, needs, block) if needs.timed else block
-        if request.user_id is not None:
-            user = tenant + USER_ENTRY + str(request.user_id)
-        else:
+        user = user_entry(request.user_id, tenant)
+        if not user:
             user = f"{tenant}history:{hashlib.sha256(key.tobytes()).hexdigest()}"
         tokens = kept + len(needs.slots)
         usage = Usage(

@@ -98,8 +98,8 @@ def test_the_fit_is_of_each_kind_and_of_its_host() -> None:
     assert 0 < fitted.held_out.mean < 0.5
     assert model.kinds["rank"].coefficients == {} and model.kinds["rank"].constant == pytest.approx(0.75)
     report = cost_profile.report(timed, model)
-    assert report["kinds"]["recommend"]["held_out_mape"] == fitted.held_out.mean
-    assert report["hosts"]["recommend"]["constant_s"] == host.constant
+    assert report["kinds"]["recommend"]["held_out"]["mean"] == fitted.held_out.mean
+    assert report["hosts"]["recommend"]["constant"] == host.constant
     assert len(report["points"]) == 14 and report["points"][0]["cost"]["products"] == 10**6
 
 

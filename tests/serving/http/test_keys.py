@@ -235,7 +235,11 @@ def test_a_connection_that_is_lost_before_its_call_is_read_holds_no_place() -> N
         ([entry("ada", ADA, rate=0)], "keys[0].rate: expected `float` >= 0.001"),
         ([entry("ada", ADA, burst=3)], "keys[0].burst needs a rate"),
         ([entry("ada", ADA, share=1.5)], "keys[0].share: expected `float` <= 1.0"),
-        ([entry("ada", ADA), entry("bob", BOB, quota=1)], "keys[1]: unknown field 'quota'"),
+        (
+            [entry("ada", ADA), entry("bob", BOB, quota=1)],
+            "keys[1]: unknown field 'quota'; there are name, key, ",
+        ),
+        ([entry("ada", ADA, rol="client")], "keys[0]: unknown field 'rol'; the nearest is 'role'"),
         ([{"name": "ada", "role": "client"}], "keys[0]: object missing required field `key`"),
         (["ada"], "keys[0]: expected `object`, got `str`"),
     ],
@@ -413,6 +417,22 @@ def test_a_changed_file_is_read_once(tmp_path: Path, caplog: pytest.LogCaptureFi
     assert keys.client(b"Bearer " + BOB.encode()).name == "bob", "as they were"
     told = [record.levelname for record in caplog.records if "keys" in record.message]
     assert told == ["INFO", "ERROR"]
+
+
+def test_the_log_tells_keys_by_their_names(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    keys = Keys(make_config(write(tmp_path / "keys", entry("ada", ADA, rate=5.0))).server)
+    caplog.set_level("INFO")
+    write(tmp_path / "keys", entry("ada", "ada-has-a-new-one-now", rate=9.0))
+    keys.reload()
+    write(tmp_path / "keys", entry("ada", "ada-has-a-new-one-now", rate=9.0), entry("bob", BOB))
+    keys.reload()
+    write(tmp_path / "keys", entry("ada", ADA, rate=9.0), entry("eve", "eve-has-one-as-well"))
+    keys.reload()
+    assert [record.getMessage() for record in caplog.records if "server.keys: " in record.getMessage()] == [
+        "server.keys: 0 keys were added, 0 removed, 1 changed",
+        "server.keys: 1 key was added, 0 removed, 0 changed",
+        "server.keys: 1 key was added, 1 removed, 1 changed",
+    ]
 
 
 def test_sighup_reads_the_keys_again_and_a_bad_file_changes_nothing(tmp_path: Path) -> None:
