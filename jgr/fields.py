@@ -22,6 +22,9 @@ COMPARED_CHARS = 80
 REDACTED = "***"
 """Printed in place of a secret. No secret may be this text, so that what was printed is never taken for a key."""
 
+CONTROL_CHARACTER = re.compile(r"[\x00-\x1f\x7f]")
+"""What no id may have: it could not be named in a path, or break a line of a log."""
+
 _CAPITAL = re.compile(r"(?<=[a-z])(?=[A-Z])")
 
 

@@ -37,6 +37,7 @@ from jgr.catalog.columns import Columns
 from jgr.catalog.id_lookup import Find, finder, in_arrays
 from jgr.catalog.text_table import ItemIds, Metadata, TextTable
 from jgr.config import UserError
+from jgr.fields import CONTROL_CHARACTER
 from jgr.files import MAX_LINE_BYTES, read_lines, read_whole, writing
 
 Int32 = npt.NDArray[np.int32]
@@ -396,9 +397,14 @@ def _assemble(
 def _check_ids(item_ids: Sequence[str], where: Callable[[int], str]) -> None:
     first: dict[str, int] = {}
     for i, item_id in enumerate(item_ids):
-        if type(item_id) is not str or not 0 < len(item_id) <= MAX_NAME_CHARS:
+        if (
+            type(item_id) is not str
+            or not 0 < len(item_id) <= MAX_NAME_CHARS
+            or CONTROL_CHARACTER.search(item_id)
+        ):
             raise CatalogError(
-                f"{where(i)}: item_id must be 1 to {MAX_NAME_CHARS} characters, found {_show(item_id)}"
+                f"{where(i)}: item_id must be 1 to {MAX_NAME_CHARS} characters, and no control characters, "
+                f"found {_show(item_id)}"
             )
         if first.setdefault(item_id, i) != i:
             raise CatalogError(

@@ -93,7 +93,9 @@ def check(
             raise fault("symbols", None, f"level {level} has symbols that no item has")
     bad = text_fault(item_ids, max_chars)
     if bad is not None:
-        raise fault("item_id", bad, f"must be UTF-8 of 1 to {max_chars} characters")
+        raise fault(
+            "item_id", bad, f"must be UTF-8 of 1 to {max_chars} characters, and no control characters"
+        )
     ids = ItemIds(item_ids)
     twice = ids.repeated()
     if twice is not None:

@@ -19,6 +19,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from jgr.fields import CONTROL_CHARACTER
+
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 Uint8 = npt.NDArray[np.uint8]
@@ -230,16 +232,25 @@ class Metadata(_Lazy[dict[str, Any]]):
 
 
 def text_fault(table: TextTable, max_chars: int) -> int | None:
-    """The first row that is not UTF-8 of 1 to max_chars characters; None if there is none."""
+    """The first row that is not UTF-8 of 1 to max_chars characters, none of control; None if there is none."""
+
+    def fits(text: str) -> bool:
+        return len(text) <= max_chars and not CONTROL_CHARACTER.search(text)
+
     for first, last in table.chunks():
         # Whole chunks are checked at once; a fault in one is looked for in its rows.
-        starts = table.data[table.offsets[first:last]]
+        starts, data = (
+            table.data[table.offsets[first:last]],
+            table.data[table.offsets[first] : table.offsets[last]],
+        )
         plain = (
-            np.diff(table.offsets[first : last + 1]).max() <= max_chars and not (starts & 0xC0 == 0x80).any()
+            np.diff(table.offsets[first : last + 1]).max() <= max_chars
+            and not (starts & 0xC0 == 0x80).any()
+            and not ((data < 0x20) | (data == 0x7F)).any()
         )
         if not (plain and _decodes(table.text(first, last), len)):
             for row in range(first, last):
-                if not _decodes(table.text(row), lambda text: len(text) <= max_chars):
+                if not _decodes(table.text(row), fits):
                     return row
     return None
 

@@ -12,6 +12,8 @@ from jgr.fields import ConfigError, check, require, sizes
 
 MAX_WAIT_MS = 60_000
 """The largest batching.max_wait_ms. No server waits a minute to fill a batch, so a larger value is a slip."""
+OWN_PATHS = ("/v1", "/v2", "/health", "/metrics", "/docs", "/ui", "/openapi.json")
+"""What the paths of the HTTP server begin with; a base path that does as well would hide some of them."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,8 @@ class ServerConfig:
         ""  # PEM file of a certificate and its chain, with which clients ask by https; empty: http
     )
     tls_key: str = ""  # PEM file of the certificate's key, without a password
-    # Path under which a gateway shows the server, such as /jgr; requests are answered with it and without it.
+    # Path under which a gateway shows the server, such as /jgr; requests are answered with it and without it. It begins
+    # with none of the server's own paths, such as /v1.
     base_path: str = ""
     open_health: bool = True  # whether /health is answered without a key where clients need one
     open_metrics: bool = False  # whether /metrics is answered without a key
@@ -171,10 +174,15 @@ class ServerConfig:
                 bool(fits),
                 f"server.cors_origins: must be * or origins such as https://shop.example, not {origin!r}",
             )
-        base = re.fullmatch(r"(/[0-9A-Za-z._~-]+)*", self.base_path)
+        base = re.fullmatch(r"(/(?!\.\.?(/|$))[0-9A-Za-z._~-]+)*", self.base_path)
         require(
             bool(base),
             f"server.base_path must be a path such as /jgr, without / at its end, not {self.base_path!r}",
+        )
+        first = "/".join(self.base_path.split("/")[:2])
+        require(
+            first not in OWN_PATHS,
+            f"server.base_path must not begin with {first}, a path of the server itself",
         )
         url = self.traces
         known = not url or re.fullmatch(r"https?://[0-9A-Za-z._:\[\]-]+(/[0-9A-Za-z._~/-]*)?", url)

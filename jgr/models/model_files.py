@@ -89,7 +89,7 @@ class ModelFiles:
         """Whether the folder has the same files as at construction, by their names, sizes and times."""
         try:
             return _stamps(self._folder) == self._found
-        except OSError:
+        except CheckpointError:
             return False
 
     def check(self) -> None:
@@ -287,14 +287,18 @@ def check_folder(folder: str) -> None:
 
 
 def _stamps(folder: Path) -> list[Stamp]:
-    """The stamp of each file that the model is read from, by name. Raises CheckpointError for pipes and devices."""
+    """The stamp of each file that the model is read from, by name. Raises CheckpointError for pipes and devices, and
+    where the folder cannot be listed."""
     paths = [folder / "config.json", folder / TOKENIZER, folder / DIGESTS]
-    if (folder / "params").is_dir():
-        paths += [*(folder / "params").rglob("*"), *(folder / "embeddings").glob("*.table")]
-    else:
-        paths.append(folder / INDEX)
-        with contextlib.suppress(CheckpointError):  # whoever reads the weights refuses the index
-            paths += (folder / name for name in weight_files(folder))
+    try:
+        if (folder / "params").is_dir():
+            paths += [*(folder / "params").rglob("*"), *(folder / "embeddings").glob("*.table")]
+        else:
+            paths.append(folder / INDEX)
+            with contextlib.suppress(CheckpointError):  # whoever reads the weights refuses the index
+                paths += (folder / name for name in weight_files(folder))
+    except OSError as cause:  # such as one that is removed meanwhile
+        raise CheckpointError(f"{folder}: cannot be read: {cause.strerror or cause}") from cause
     found = []
     for path in paths:
         try:

@@ -83,6 +83,7 @@ def test_the_version_is_the_hash_of_the_content_not_of_the_file(tmp_path: Path) 
 
 
 NAMES = st.text(st.characters(codec="utf-8"), min_size=1, max_size=6)
+IDS = st.text(st.characters(codec="utf-8", exclude_categories=["Cc"]), min_size=1, max_size=6)
 JSON = st.recursive(
     st.none()
     | st.booleans()
@@ -96,7 +97,7 @@ JSON = st.recursive(
 
 @st.composite
 def catalogs(draw: st.DrawFn) -> Catalog:
-    ids = draw(st.lists(NAMES, min_size=1, max_size=8, unique=True))
+    ids = draw(st.lists(IDS, min_size=1, max_size=8, unique=True))
     symbol = draw(st.sampled_from([NAMES, st.integers(0, 2**31 - 1)]))
     depth = draw(st.integers(1, 8))
     symbols = [draw(st.lists(symbol, min_size=depth, max_size=depth)) for _ in ids]
@@ -130,7 +131,12 @@ GOOD = '{"item_id": "p", "token_ids": [1, 2], "metadata": {"title": "P"}}'
         ('{"item_id": "q", "token_ids": [1, 2], "semantic_id": ["<a>", "<b>"]}', "one kind"),
         ('{"item_id": "q", "token_ids": [1, 2], "metdata": {}}', "unknown key 'metdata'"),
         ('{"item_id": "p", "token_ids": [1, 2]}', "item_id 'p' is already used at .*:1"),
-        ('{"item_id": "", "token_ids": [1, 2]}', "item_id must be 1 to 512 characters, found ''"),
+        ('{"item_id": "", "token_ids": [1, 2]}', "item_id must be 1 to 512 characters, .* found ''"),
+        (
+            r'{"item_id": "a\nb", "token_ids": [1, 2]}',
+            r"item_id must be .* no control characters, found 'a.nb'",
+        ),
+        (r'{"item_id": "\u007f", "token_ids": [1, 2]}', "item_id must be .* no control characters"),
         ('{"item_id": 1.5, "token_ids": [1, 2]}', "item_id must be .* found 1.5"),
         ('{"item_id": true, "token_ids": [1, 2]}', "item_id must be .* found True"),
         ('{"item_id": "%s", "token_ids": [1, 2]}' % ("q" * 513), "item_id must be 1 to 512 characters"),

@@ -44,7 +44,7 @@ def write_lines(path: Path, entries: list[dict[str, Any]]) -> Path:
     return path
 
 
-IDS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=6)
+IDS = st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1, max_size=6)
 TOKENS = st.lists(st.integers(0, 40), min_size=3, max_size=3)
 FIELDS = st.dictionaries(
     st.text(max_size=3), st.none() | st.booleans() | st.integers(-9, 9) | st.text(max_size=4)
@@ -142,6 +142,11 @@ def test_hashes_of_numbered_ids_differ() -> None:
     [
         ({"item_id": "", "token_ids": [1]}, ":3: item_id must be a str with content, found ''"),
         ({"item_id": "x" * 513, "token_ids": [1]}, ":3: item_id: must be UTF-8 of 1 to 512 characters"),
+        (
+            {"item_id": "a\nb", "token_ids": [1]},
+            ":3: item_id: must be UTF-8 of 1 to 512 characters, and no control",
+        ),
+        ({"item_id": "é\x7f", "token_ids": [1]}, ":3: item_id: must be UTF-8"),
         ({"item_id": 1.5, "token_ids": [1]}, ":3: item_id must be a str"),
         ({"item_id": "b", "token_ids": [1]}, ":3: item_id: 'b' is that of item 1, too"),
         ({"item_id": "d", "token_ids": [1, 2]}, ":3: the semantic id has 2 levels, earlier ones 1"),
@@ -232,6 +237,10 @@ VOUCHED: list[tuple[Callable[[Path], Any], str]] = [
     (save("item_id_offsets", lambda a: edit(a, -1, 10**6)), "item_ids: its offsets do not divide"),
     (save("item_id_offsets", lambda a: edit(a, 0, 1)), "item_ids: its offsets do not divide"),
     (save("item_ids", lambda a: edit(a, 0, 0xFF)), "item_id: item 0: must be UTF-8"),
+    (
+        save("item_ids", lambda a: edit(a, 0, ord("\n"))),
+        "item_id: item 0: must be UTF-8 of 1 to 512 characters, and no",
+    ),
     (save("item_ids", lambda a: edit(a, 0, a[1])), "item_id: item 1: 'y' is that of item 0, too"),
     (save("metadata_offsets", lambda a: a[:-1]), "metadata: its offsets do not divide"),
     (save("metadata", lambda a: edit(a, -1, ord(" "))), "metadata: item 3: must be an object"),

@@ -19,6 +19,7 @@ from jgr.data.interactions import DataError
 from jgr.data.preparation.splitting import Events
 from jgr.data.prepared import ITEMS, MAX_ID_CHARS, USERS, load_npz, read_ids, read_items
 from jgr.data.sources.records import EventColumns, Raw, TableOptions, Tabular
+from jgr.fields import CONTROL_CHARACTER
 from jgr.files import MAX_LINE_BYTES, read_whole, writing
 
 EVENTS, FACTS = "events.npz", "facts.json"
@@ -40,7 +41,17 @@ def read(raw: Raw | Tabular, work: Path, actions: tuple[str, ...], options: Tabl
     Raises DataError, naming file and line.
     """
     found = raw.read(options) if isinstance(raw, Tabular) else _from_lines(raw, actions)
-    lines, unused = _read_items(raw, found.item_ids, lambda index: found.place(_first(found.item, index)))
+
+    def place(index: int) -> tuple[Path, int]:
+        return found.place(_first(found.item, index))
+
+    for index, item_id in enumerate(found.item_ids):
+        if CONTROL_CHARACTER.search(item_id):
+            path, number = place(index)
+            raise DataError(
+                f"{path}:{number}: item_id: no control characters may be in it, found {item_id!r}"
+            )
+    lines, unused = _read_items(raw, found.item_ids, place)
     columns: dict[str, Any] = {
         "user": np.asarray(found.user, np.int32),
         "item": np.asarray(found.item, np.int32),

@@ -15,7 +15,6 @@ import time
 from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
-from urllib.parse import quote
 
 from ray import serve
 from ray.exceptions import RayActorError, RayError
@@ -30,7 +29,7 @@ from jgr.serving.cluster.attempts import SENDER, Attempts
 from jgr.serving.cluster.hints import USERS, glance, works
 from jgr.serving.cluster.places import own_node, place
 from jgr.serving.cluster.protocol import Incompatible, Spoken, received, require
-from jgr.serving.cluster.relay import Answered, Asked, Uploads, head, read, refusal, reply
+from jgr.serving.cluster.relay import Answered, Asked, Uploads, below, head, read, refusal, reply
 from jgr.serving.cluster.replicas import Replicas, begun, soon
 from jgr.serving.cluster.router import SERIES
 from jgr.serving.cluster.sending import Sending
@@ -136,7 +135,8 @@ class Front:
                 headers = [each for each in asked.headers if each[0] not in (b"x-request-id", ARRIVED)]
                 # A replica knows no base path.
                 asked = asked._replace(
-                    path=quote(path), headers=[*headers, (b"x-request-id", request_id.encode())]
+                    path=below(asked.path, self._config.server.base_path),
+                    headers=[*headers, (b"x-request-id", request_id.encode())],
                 )
                 answered = await self._answer(path, asked, timing, tenant or "")
         except ConnectionError:

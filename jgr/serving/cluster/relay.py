@@ -7,13 +7,14 @@ import asyncio
 import contextlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
-from urllib.parse import unquote
+from urllib.parse import quote, unquote
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jgr.serving.cluster.protocol import sent
 from jgr.serving.cluster.ways import Stamp
 from jgr.serving.errors import STATUS, RequestError
+from jgr.serving.http.front import own_path
 from jgr.serving.http.refusals import TRY_AGAIN, error_body
 
 Headers = list[tuple[bytes, bytes]]
@@ -101,12 +102,18 @@ def _too_large(most: int) -> RequestError:
 
 def head(scope: Scope) -> Asked:
     """A request without its body."""
-    path = scope.get("raw_path", b"").decode("ascii") or scope["path"]
+    path = scope.get("raw_path", b"").decode("ascii") or quote(scope["path"])
     client = scope.get("client")
     headers = [(bytes(name), bytes(value)) for name, value in scope["headers"]]
     return Asked(
         scope["method"], path, scope["query_string"], headers, b"", tuple(client) if client else None
     )
+
+
+def below(path: str, base_path: str) -> str:
+    """A path as it was sent, without the base path: byte by byte, for it may be no UTF-8."""
+    own = own_path(unquote(path, errors="surrogateescape"), base_path)
+    return quote(own, errors="surrogateescape")
 
 
 async def ask(application: ASGIApp, asked: Asked, **own: Any) -> Answered:

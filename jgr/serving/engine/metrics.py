@@ -53,7 +53,7 @@ FEATURE_EVENTS = (
     "waits", "late", "fetched", "joined", "not_found", "invalid", "round_trips", "failures", "held", "bytes", "evicted",
 )  # fmt: skip
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-REFUSALS = ("quota", "share", "unauthorized", "connections")
+REFUSALS = ("quota", "share", "unauthorized", "connections", "bodies")
 HINTS = ("computed", "kept", "not_kept")
 TEXTS = {
     "jgr_queue_depth": "Requests waiting for a batch.",
@@ -108,7 +108,7 @@ class Metrics:
         refused = self._counter(
             "jgr_refused",
             "Requests, and connections, that the server's doors refused: a key's quota or share of the queue was used "
-            "up, a key was missing or wrong, or there were too many connections.",
+            "up, a key was missing or wrong, or there were too many connections, or too much of unfinished bodies.",
             "reason",
         )
         self.refused = {reason: refused.labels(reason) for reason in REFUSALS}

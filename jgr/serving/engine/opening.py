@@ -70,7 +70,8 @@ def open_folder(config: Config) -> Path:
         native.use(False)
     if config.model.compilation_cache:
         use_compilation_cache(Path(os.path.expanduser(config.model.compilation_cache)))
-    return Path(config.model.path).resolve()  # a link that is switched from here on does not mix two models
+    # A link that is switched from here on does not mix two models. Path.resolve would end at a loop of links.
+    return Path(os.path.realpath(config.model.path))
 
 
 def read_catalog(folder: Path, config: Config) -> Catalog:

@@ -7,7 +7,7 @@ import asyncio
 import re
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
-from urllib.parse import quote
+from urllib.parse import quote, unquote_to_bytes
 
 import msgspec
 from starlette.applications import Starlette
@@ -49,7 +49,7 @@ EXPLAIN_RECOMMEND, EXPLAIN_RANK = "/v1/explain/recommend", "/v1/explain/rank"
 T = TypeVar("T")
 
 _encode = msgspec.json.Encoder().encode
-_USER = re.compile(r"[^\x00-\x1f\x7f\ufffd]{0,256}")
+_USER = re.compile(r"[^\x00-\x1f\x7f]{0,256}")
 
 
 class Way(Protocol):
@@ -245,7 +245,7 @@ class Cold:
     async def _item(self, request: HttpRequest) -> Response:
         catalog = self._models.choose(request.query_params.get("model")).engine.catalog
         item_id = request.path_params["item_id"]
-        row = catalog.row(item_id)
+        row = catalog.row(item_id) if _is_text(request) else None
         if row is None:
             raise RequestError("not_found", f"item {quoted(item_id)} is not in the catalog", "item_id")
         return _json(catalog_item(catalog, row))
@@ -318,10 +318,9 @@ class Cold:
 
 
 def _user_of(request: HttpRequest) -> str:
-    """The user that the path names. Raises RequestError for a name that no body could have; of bytes that are no UTF-8
-    all that is left is that they were none."""
+    """The user that the path names. Raises RequestError for a name that no body could have."""
     user: str = request.path_params["user_id"]
-    if not _USER.fullmatch(user):
+    if not (_USER.fullmatch(user) and _is_text(request)):
         raise invalid(
             "user_id", "user_id: must have at most 256 characters of UTF-8, and no control characters"
         )
@@ -333,6 +332,15 @@ def _named_user(request: HttpRequest) -> str:
     if not (user := _user_of(request)):
         raise invalid("user_id", "user_id: is empty, which means nobody; the path is /v1/users/{user_id}/...")
     return user
+
+
+def _is_text(request: HttpRequest) -> bool:
+    """Whether the path is UTF-8. Where it is not, it has U+FFFD when it is decoded; but a name may have that too."""
+    try:
+        unquote_to_bytes(request.scope.get("raw_path") or b"").decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def _json(value: msgspec.Struct, status: int = 200, headers: dict[str, str] | None = None) -> Response:

@@ -13,6 +13,7 @@ needs files to be open, and the second's tick at which those that do not read th
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import resource
 import signal
@@ -28,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 
 from jgr.config import Config, ServerConfig, UserError
+from jgr.heap import give_back
 from jgr.serving.engine.contract import Progress
 from jgr.serving.engine.engine import AnyEngine
 from jgr.serving.http.bounds import READ_TIMEOUT_S, is_of_no_client
@@ -53,6 +55,8 @@ OTHER_FILES = 256
 TICKS_A_SECOND = 10
 MAX_UNSENT_BYTES = 256 << 20
 """What all clients together may leave unread for over a second; those that leave the most are cut off."""
+FLOOD_BYTES = 64 << 20
+"""Where unfinished bodies have held more than this, their memory goes back to the system once they are gone."""
 
 _log = logging.getLogger(__name__)
 
@@ -84,7 +88,7 @@ class Listener(uvicorn.Server):
         server = config.server
         check_tls(server)
         app = App(self.models, server)
-        self._keys, self._traces = app.keys, app.traces
+        self.app = app
         connections = connections_that_fit(server.max_connections, 1 if server.grpc_port is None else 2)
         self.grpc = _grpc_server(app, server, connections, read_timeout_s)
         refused = self.models.deployments[0].metrics.refused["connections"]
@@ -116,6 +120,8 @@ class Listener(uvicorn.Server):
         )
         logging.getLogger("uvicorn.error").addFilter(is_of_no_client)
         self.exit_code = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._flooded = False
         self._signal = ""
         self._drain_timeout_s = server.drain_timeout_s
         self._write_timeout_s = server.write_timeout_s
@@ -130,8 +136,16 @@ class Listener(uvicorn.Server):
         self._warming: asyncio.Task[None]
 
     def serve_until_stopped(self) -> int:
-        """Serve until the server is drained, and return the exit code."""
-        self.run(sockets=[self._socket])
+        """Serve until the server is drained, and return the exit code. In the main thread SIGHUP reloads meanwhile."""
+        if threading.current_thread() is not threading.main_thread():
+            self.run(sockets=[self._socket])
+            return self.exit_code
+        # Not by the loop, which leaves the signal's default action behind when it closes: that ends the process.
+        before = signal.signal(signal.SIGHUP, self._hang_up)
+        try:
+            self.run(sockets=[self._socket])
+        finally:
+            signal.signal(signal.SIGHUP, before or signal.SIG_DFL)
         return self.exit_code
 
     def stop(self) -> None:
@@ -149,8 +163,7 @@ class Listener(uvicorn.Server):
             self.url,
             f"{names} is" if "," not in names else f"{names} are",
         )
-        if threading.current_thread() is threading.main_thread():
-            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self.reload)
+        self._loop = asyncio.get_running_loop()
         if self.grpc is not None:
             await self.grpc.start()
         self._warming = asyncio.create_task(self._warm_up())
@@ -166,11 +179,12 @@ class Listener(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         if counter % TICKS_A_SECOND == 0:
             self._cut_off_slow_readers()
+            self._give_back_after_a_flood()
         return await super().on_tick(counter)
 
     def reload(self) -> None:
         """Read the keys again, and begin to reload the models."""
-        self._keys.reload()
+        self.app.keys.reload()
         self.models.reload_all()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -185,8 +199,8 @@ class Listener(uvicorn.Server):
         ending = asyncio.create_task(self._end_requests())
         await super().shutdown(sockets)
         ending.cancel()
-        if self._traces is not None:
-            await asyncio.to_thread(self._traces.close)
+        if self.app.traces is not None:
+            await asyncio.to_thread(self.app.traces.close)
 
     async def _end_requests(self) -> None:
         """Once its time is over, refuse what has not arrived yet, and hang up on who does not read."""
@@ -222,6 +236,18 @@ class Listener(uvicorn.Server):
             waiting.remove(most)
             connection.transport.abort()
             beyond -= size
+
+    def _give_back_after_a_flood(self) -> None:
+        """Called once a second: one without a flood, after one with, is its end."""
+        peak, self.app.bodies_peak = self.app.bodies_peak, self.app.bodies_bytes
+        if peak <= FLOOD_BYTES and self._flooded:
+            asyncio.get_running_loop().run_in_executor(None, give_back)
+        self._flooded = peak > FLOOD_BYTES
+
+    def _hang_up(self, sig: int, frame: FrameType | None) -> None:
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # it is closed: there is nothing left to reload
+                self._loop.call_soon_threadsafe(self.reload)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         # Not uvicorn's own handler: it raises the signal again after a clean end, which would hide the exit code.

@@ -6,7 +6,8 @@ rank, are plain ASGI: one read, one decode into a typed struct, one encode, no m
 (`jgr.serving.http.cold`). All that make work for a model go one way, `App.answer`, and so does gRPC.
 
 Every answer carries X-Request-Id; the body of every refusal is that of `jgr.serving.http.refusals`. A body larger
-than the limit is never kept in memory, chunked or not. The work of a client that goes away is cancelled.
+than the limit is never kept in memory, chunked or not, and what all bodies hold that come in parts is bounded. The work
+of a client that goes away is cancelled.
 Calls that change the server itself (a reload, a catalog) need an admin's key; without such a key all are refused.
 Who asks is known before anything of a body is read (`jgr.serving.http.keys`); a key's calls are bounded by its quota.
 """
@@ -58,6 +59,8 @@ CLIENT_GONE = 499
 """The status that the request counter shows if the client left before its answer; it is never sent."""
 DISCARD_BODIES = 8
 """Too large a body is read and discarded up to this many times the limit, so that the client gets the 413."""
+MAX_BODIES_BYTES = 256 << 20
+"""What all bodies together may hold that have come in part; of one that brings more, all is dropped."""
 
 Headers = list[tuple[bytes, bytes]]
 T = TypeVar("T")
@@ -139,6 +142,7 @@ class App:
     work goes on for a client that leaves unless the scope has its Departure as "jgr.departure", and a key may have any
     number of connections unless the scope has each one's Visit as "jgr.visit".
 
+    bodies_bytes: what is held of bodies that have come in part. bodies_peak: the most since it was set.
     place: attributes of traces that tell which replica of a fleet this is. Raises ConfigError for keys that cannot be
     used.
     """
@@ -152,6 +156,7 @@ class App:
         self._refused = models.deployments[0].metrics.refused
         self._counters: dict[tuple[str, int], Counter] = {}  # by endpoint, from a fixed set, and status
         self._max_body = config.max_body_bytes
+        self.bodies_bytes = self.bodies_peak = 0
         self.access = log_access if config.access_log else None
         self.traces: Tracing | None = tracing(config, self.clock, place)
         rank = msgspec.json.Decoder(RankRequest)
@@ -404,21 +409,39 @@ class App:
             return encode(explain())
 
     async def read_body(self, receive: Receive) -> bytes:
-        """Read the whole body. Raises RequestError if it exceeds the limit, ClientGone if the client leaves."""
+        """Read the whole body. Raises RequestError if it exceeds the limit, or all bodies theirs; ClientGone if the
+        client leaves."""
         chunks: list[bytes] = []
-        received, more = 0, True
-        while more and received <= DISCARD_BODIES * self._max_body:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise ClientGone
-            chunks.append(message.get("body", b""))
-            received += len(chunks[-1])
-            more = message.get("more_body", False)
-            if received > self._max_body:
-                chunks.clear()
+        received, held, more = 0, 0, True
+        try:
+            while more and received <= DISCARD_BODIES * self._max_body:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientGone
+                chunks.append(message.get("body", b""))
+                received += len(chunks[-1])
+                more = message.get("more_body", False)
+                if received > self._max_body:
+                    chunks.clear()
+                    held = self._hold(held, 0)
+                elif more:
+                    held = self._hold(held, received)
+        finally:
+            if held:
+                self._hold(held, 0)
         if received > self._max_body:
             raise RequestError("body_too_large", f"the body may have at most {self._max_body} bytes")
         return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+    def _hold(self, before: int, now: int) -> int:
+        """Count that a body which has come in part holds so many bytes, in place of `before`. Returns `now`. Raises
+        RequestError, and counts nothing, where that is too much with all others."""
+        held = self.bodies_bytes - before + now
+        if now > before and held > MAX_BODIES_BYTES:
+            self._refused["bodies"].inc()
+            raise RequestError("unavailable", "too much is being received in parts; try again later")
+        self.bodies_bytes, self.bodies_peak = held, max(held, self.bodies_peak)
+        return now
 
 
 class _Reply:

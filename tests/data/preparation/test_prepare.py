@@ -256,6 +256,7 @@ def test_metadata_follows_the_items(tmp_path: Path) -> None:
         ([("a", "b"), ("a", "b", 1)], ":2: timestamp: some events have a time and some have none"),
         ([("", "b")], ":1: user_id: an id has 1 to 512 characters"),
         ([("a", "b" * 513)], ":1: item_id: an id has 1 to 512 characters"),
+        ([("a", "b"), ("a", "c\nd")], r":2: item_id: no control characters may be in it, found 'c.nd'"),
         ([("a", "b"), ("a", "c")], "leaves no valid example"),
     ],
 )

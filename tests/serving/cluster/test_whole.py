@@ -17,7 +17,7 @@ from starlette.types import Message
 
 from jgr.config import FleetConfig
 from jgr.serving.api import ModelList
-from jgr.serving.cluster.relay import Answered, Asked, Uploads, ask, read
+from jgr.serving.cluster.relay import Answered, Asked, Uploads, ask, below, head, read
 from jgr.serving.cluster.series import Series
 from jgr.serving.cluster.whole import Shared, best, erased, merged, metrics, models, readiness, scraped_by
 from jgr.serving.engine.metrics import CONTENT_TYPE
@@ -336,6 +336,18 @@ def test_a_body_is_read_whole_and_no_further_than_it_may_be() -> None:
             await read(scope, receive, 4)
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/users/%FF/cache", "/v1/users/%EF%BF%BD%2F/cache", "/v1/items/a%0Ab", "/"]
+)
+def test_a_front_passes_a_path_on_as_it_was_sent(path: str) -> None:
+    assert [below(base + path, "/shop/jgr") for base in ("", "/shop/jgr", "/sho%70/jgr")] == [
+        path.replace("%2F", "/")
+    ] * 3
+    assert below("/shop/jgr", "/shop/jgr") == "/"
+    scope = {"method": "GET", "path": "/ä%", "query_string": b"", "headers": []}
+    assert head(scope).path == "/%C3%A4%25", "a proxy need not tell the path as it was sent"
 
 
 def test_the_weights_of_a_configuration_are_the_policys_own() -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from jgr.config import ConfigError, UserError
+from jgr.config.serving import OWN_PATHS
 from jgr.serving.http import ui_page
 from jgr.serving.http.docs_page import PATHS, POLICY
 from jgr.serving.http.front import check_tls
@@ -130,6 +131,11 @@ def test_a_key_with_a_password_ends_the_start_and_asks_nobody(pems: dict[str, Pa
         ("server.base_path=jgr", "must be a path such as /jgr"),
         ("server.base_path=/jgr/", "must be a path such as /jgr"),
         ("server.base_path=/a//b", "must be a path such as /jgr"),
+        ("server.base_path=/..", "must be a path such as /jgr"),
+        ("server.base_path=/a/./b", "must be a path such as /jgr"),
+        ("server.base_path=/v1", "server.base_path must not begin with /v1, a path of the server itself"),
+        ("server.base_path=/health/jgr", "must not begin with /health"),
+        ("server.base_path=/openapi.json", "must not begin with /openapi.json"),
         ("server.cors_origins=shop.example", "must be * or origins such as https://shop.example"),
         ("server.cors_origins=https://shop.example/", "must be * or origins"),
         ("server.grpc_port=-1", "server.grpc_port must be 0 to 65535 or none"),
@@ -175,6 +181,15 @@ def test_without_origins_nothing_is_said_of_them(server: LiveServer) -> None:
 def test_any_origin_may_ask_where_that_is_said() -> None:
     with LiveServer("server.cors_origins=*") as server:
         assert allowed(server.call("/v1/recommend", BODY, origin=OTHER)) == "*"
+
+
+def test_no_path_of_the_server_can_be_a_base_path() -> None:
+    with LiveServer() as server:
+        described = list(server.call("/openapi.json").json["paths"])
+    firsts = {"/" + path.split("/")[1] for path in (*described, *PATHS, *ui_page.PATHS)} - {"/"}
+    assert firsts == set(OWN_PATHS)
+    for path in ("/..jgr/.well-known", "/v1x", "/jgr/v1"):
+        make_config(f"server.base_path={path}")
 
 
 def test_requests_are_answered_below_the_base_path_and_without_it() -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 import socket
 import threading
@@ -21,6 +22,7 @@ from jgr.serving.decoders.null import null_catalog
 from jgr.serving.engine.ticket import ClientGone
 from jgr.serving.http import cold, items
 from jgr.serving.http.items import find_items
+from tests.serving import fakes
 from tests.serving.fakes import CATALOG, ITEMS, PATIENCE_S, LiveServer
 
 LETTERS = st.text(alphabet="abAB ", max_size=3)
@@ -85,6 +87,14 @@ def test_an_item_that_is_found_looks_as_if_it_had_been_asked_for(server: LiveSer
 def test_bad_parameters_are_named(server: LiveServer, query: str, field: str) -> None:
     reply = server.call(f"/v1/items{query}")
     assert (reply.status, reply.error["type"], reply.error["field"]) == (422, "invalid_request", field)
+
+
+def test_bytes_that_are_no_utf_8_are_no_item(monkeypatch: pytest.MonkeyPatch) -> None:
+    renamed = dataclasses.replace(CATALOG, item_ids=("\ufffd", *ITEMS[1:]))
+    monkeypatch.setattr(fakes, "CATALOG", renamed)
+    with LiveServer() as server:
+        assert server.call("/v1/items/%EF%BF%BD").json["item_id"] == "\ufffd"
+        assert server.call("/v1/items/%FF").error["field"] == "item_id"
 
 
 def test_another_model_is_not_there(server: LiveServer) -> None:

@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
@@ -467,6 +467,22 @@ def test_a_signal_drains_the_process_and_it_exits_with_0(number: signal.Signals)
         name = signal.Signals(number).name
         assert said[2] == f"{name}: no more requests are taken, what was accepted is finished"
         assert said[4:] == ["ended with code 0"]
+
+
+def test_sighup_at_the_end_of_a_stop_changes_nothing() -> None:
+    """A loop that closes takes its handlers with it; the signal's own action ends the process."""
+    command = [sys.executable, "-c", JGR, "serve", "--null", "--port=0"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as child:
+        try:
+            assert child.stdout is not None and child.stdout.readline().startswith(b"http://")
+            child.send_signal(signal.SIGTERM)
+            while child.poll() is None:
+                child.send_signal(signal.SIGHUP)
+                with suppress(subprocess.TimeoutExpired):
+                    child.wait(0.02)
+            assert child.returncode == 0
+        finally:
+            child.kill()
 
 
 def test_a_second_signal_ends_the_process_at_once() -> None:

@@ -92,6 +92,15 @@ def test_a_user_that_no_body_could_name_is_refused_in_a_path(ask: Ask, user: str
     assert erase(ask, "ada", "x" * 256).status == 200
 
 
+def test_a_user_whose_id_has_the_character_for_no_character_is_erased_like_any(ask: Ask) -> None:
+    assert [cached(ask, "ada", "\ufffd") for _ in range(2)] == [False, True]
+    assert erase(ask, "ada", "%ff").status == 422, "which is decoded to the same"
+    assert cached(ask, "ada", "\ufffd")
+    erased = erase(ask, "ada", "%EF%BF%BD")
+    assert erased.status == 200 and erased.json["entries"] > 0
+    assert not cached(ask, "ada", "\ufffd")
+
+
 @pytest.mark.parametrize("user", ["u", None])
 def test_a_users_entries_are_of_the_key_that_made_them(ask: Ask, user: str | None) -> None:
     for who in ("ada", "bob", "eve"):

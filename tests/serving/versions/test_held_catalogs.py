@@ -142,6 +142,10 @@ def test_a_reload_keeps_an_activated_catalog(server: Server) -> None:
         (b"{", "line 1: not JSON"),
         (as_lines(FIRST) + b'\n{"item_id": "X"}', "line 61: needs item_id and semantic_id"),
         (as_lines(FIRST) + b"\n" + as_lines(FIRST), "'B000' is already used"),
+        (
+            as_lines(FIRST).replace(b"B001", b"B\\n1"),
+            "line 2: item_id must be 1 to 512 characters, and no control",
+        ),
         (b'{"item_id": "X", "semantic_id": ["<a_0>", "<b_99>", "<c_1>"]}', "<b_99>"),
         (b'{"item_id": "X", "semantic_id": ["<a_0>"]}', "have 1 levels, the model's 3"),
         (

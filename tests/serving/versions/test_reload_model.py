@@ -6,6 +6,8 @@ from __future__ import annotations
 import http.client
 import itertools
 import json
+import logging
+import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -292,6 +294,39 @@ def test_a_folder_that_cannot_be_served_leaves_the_old_model(
     path, request = REQUESTS[0]
     assert server.call(path, {**request, "model": before["version"]})["model"] == before["version"]
     assert settles(server, resident)
+
+
+def loops(folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    folder.symlink_to(folder)
+    return f"{folder}: no such model folder"
+
+
+def vanishes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The folder is removed between the question what its `params` is and the list of what is in it."""
+    shutil.copytree(folder.parent / "b", folder)
+
+    def listed(path: Path, pattern: str) -> Iterator[Path]:
+        shutil.rmtree(folder)
+        return map(Path, os.scandir(path))
+
+    monkeypatch.setattr(Path, "rglob", listed)
+    return f"{folder.parent / 'now'}: cannot be read: No such file or directory"
+
+
+@pytest.mark.parametrize("breaks", [loops, vanishes])
+def test_a_folder_that_cannot_be_listed_is_told_in_a_line(
+    server: Switchable,
+    breaks: Callable[[Path, pytest.MonkeyPatch], str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    before, broken = server.call("/v1/models/tiny"), server.folder / breaks.__name__
+    words = breaks(broken, monkeypatch)
+    server.point_to(broken.name)
+    after = server.reload()
+    assert after["reload"] == "failed" and after["version"] == before["version"]
+    assert words in after["reload_error"]
+    assert [record.exc_info for record in caplog.records if record.levelno >= logging.WARNING] == [None]
 
 
 def test_compilations_are_counted_by_phase_and_thread() -> None:
