@@ -239,7 +239,8 @@ class Listener(uvicorn.Server):
 
     def _give_back_after_a_flood(self) -> None:
         """Called once a second: one without a flood, after one with, is its end."""
-        peak, self.app.bodies_peak = self.app.bodies_peak, self.app.bodies_bytes
+        bodies = self.app.bodies
+        peak, bodies.peak = bodies.peak, bodies.held
         if peak <= FLOOD_BYTES and self._flooded:
             asyncio.get_running_loop().run_in_executor(None, give_back)
         self._flooded = peak > FLOOD_BYTES

@@ -35,6 +35,7 @@ from jgr.serving.engine.tracing import Trace, Tracing, tracing
 from jgr.serving.errors import STATUS, ErrorType, RequestError, invalid, quoted
 from jgr.serving.explanations import ExplainRank, ExplainRecommend
 from jgr.serving.http.access import log_access
+from jgr.serving.http.bodies import Bodies
 from jgr.serving.http.bounds import REQUEST_ID
 from jgr.serving.http.cold import (
     ADMIN_METHODS,
@@ -57,10 +58,6 @@ from jgr.serving.versions.served_models import Models
 
 CLIENT_GONE = 499
 """The status that the request counter shows if the client left before its answer; it is never sent."""
-DISCARD_BODIES = 8
-"""Too large a body is read and discarded up to this many times the limit, so that the client gets the 413."""
-MAX_BODIES_BYTES = 256 << 20
-"""What all bodies together may hold that have come in part; of one that brings more, all is dropped."""
 
 Headers = list[tuple[bytes, bytes]]
 T = TypeVar("T")
@@ -142,7 +139,6 @@ class App:
     work goes on for a client that leaves unless the scope has its Departure as "jgr.departure", and a key may have any
     number of connections unless the scope has each one's Visit as "jgr.visit".
 
-    bodies_bytes: what is held of bodies that have come in part. bodies_peak: the most since it was set.
     place: attributes of traces that tell which replica of a fleet this is. Raises ConfigError for keys that cannot be
     used.
     """
@@ -155,8 +151,7 @@ class App:
         self._requests = models.deployments[0].metrics.requests
         self._refused = models.deployments[0].metrics.refused
         self._counters: dict[tuple[str, int], Counter] = {}  # by endpoint, from a fixed set, and status
-        self._max_body = config.max_body_bytes
-        self.bodies_bytes = self.bodies_peak = 0
+        self.bodies = Bodies(config.max_body_bytes, self._refused["bodies"].inc)
         self.access = log_access if config.access_log else None
         self.traces: Tracing | None = tracing(config, self.clock, place)
         rank = msgspec.json.Decoder(RankRequest)
@@ -411,37 +406,7 @@ class App:
     async def read_body(self, receive: Receive) -> bytes:
         """Read the whole body. Raises RequestError if it exceeds the limit, or all bodies theirs; ClientGone if the
         client leaves."""
-        chunks: list[bytes] = []
-        received, held, more = 0, 0, True
-        try:
-            while more and received <= DISCARD_BODIES * self._max_body:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    raise ClientGone
-                chunks.append(message.get("body", b""))
-                received += len(chunks[-1])
-                more = message.get("more_body", False)
-                if received > self._max_body:
-                    chunks.clear()
-                    held = self._hold(held, 0)
-                elif more:
-                    held = self._hold(held, received)
-        finally:
-            if held:
-                self._hold(held, 0)
-        if received > self._max_body:
-            raise RequestError("body_too_large", f"the body may have at most {self._max_body} bytes")
-        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
-
-    def _hold(self, before: int, now: int) -> int:
-        """Count that a body which has come in part holds so many bytes, in place of `before`. Returns `now`. Raises
-        RequestError, and counts nothing, where that is too much with all others."""
-        held = self.bodies_bytes - before + now
-        if now > before and held > MAX_BODIES_BYTES:
-            self._refused["bodies"].inc()
-            raise RequestError("unavailable", "too much is being received in parts; try again later")
-        self.bodies_bytes, self.bodies_peak = held, max(held, self.bodies_peak)
-        return now
+        return await self.bodies.read(receive)
 
 
 class _Reply:

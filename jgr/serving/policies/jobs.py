@@ -225,8 +225,8 @@ class Accepted(Struct, frozen=True):
 
 
 class Rejected(Struct, frozen=True):
-    """predicted_ns: when the job might have ended, with what predictions are wrong by, where that is why it was not taken.
-    for_others: it is not its own deadline that would have been missed, but that of one that was accepted before it."""
+    """predicted_ns: when the job might have ended, with what predictions are wrong by, where that is why.
+    for_others: not its own deadline would have been missed, but that of one that was accepted before it."""
 
     reason: Reason
     predicted_ns: int | None = None

@@ -10,8 +10,7 @@ from http.client import HTTPResponse
 
 import pytest
 
-from jgr.serving.http import listener
-from jgr.serving.http import server as app
+from jgr.serving.http import bodies, listener
 from tests.serving.fakes import LiveServer, Reply
 from tests.serving.http.test_connections import wait_until
 from tests.serving.versions.test_reload import BODY
@@ -35,11 +34,11 @@ def answer(connection: socket.socket) -> Reply:
 
 
 def holds(server: LiveServer, size: int) -> None:
-    wait_until(server, lambda: server.listener.app.bodies_bytes == size)
+    wait_until(server, lambda: server.listener.app.bodies.held == size)
 
 
 def test_unfinished_bodies_have_a_bound_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "MAX_BODIES_BYTES", 3000)
+    monkeypatch.setattr(bodies, "MAX_BODIES_BYTES", 3000)
     refusals = 'jgr_refused_total{reason="bodies"}'
     with LiveServer() as server, ExitStack() as stack:
         first = begin(server, stack, 2000)
@@ -55,7 +54,7 @@ def test_unfinished_bodies_have_a_bound_together(monkeypatch: pytest.MonkeyPatch
             "1",
         )
         assert refused.error["message"] == "too much is being received in parts; try again later"
-        assert (server.metric(refusals), server.listener.app.bodies_bytes) == (1, 2900)
+        assert (server.metric(refusals), server.listener.app.bodies.held) == (1, 2900)
         assert server.call("/v1/recommend", BODY).status == 200, "a body that comes whole needs no room"
 
         content = json.dumps(BODY).encode()
@@ -94,7 +93,7 @@ def test_memory_is_given_back_once_after_a_flood_of_bodies(monkeypatch: pytest.M
     monkeypatch.setattr(listener, "TICKS_A_SECOND", 1)
     monkeypatch.setattr(listener.Listener, "_give_back_after_a_flood", counted)
     with LiveServer() as server, ExitStack() as stack:
-        monkeypatch.setattr(listener, "give_back", lambda: given.append(server.listener.app.bodies_bytes))
+        monkeypatch.setattr(listener, "give_back", lambda: given.append(server.listener.app.bodies.held))
 
         def pass_by(looks: int) -> None:
             until = looked + looks
