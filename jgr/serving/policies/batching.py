@@ -356,8 +356,9 @@ class Batcher(Policy[Live]):
     def next_wakeup_ns(self) -> int | None:
         """When another plan could do something by time alone; None: never."""
         times = [super().next_wakeup_ns()]
-        if self._queue.order and self._now_ns is not None:
-            times += [max(at_ns, self._now_ns) for at_ns in self._due_ns(self._head(), self._now_ns).values()]
+        now_ns = self._now_ns
+        if self._queue.order and now_ns is not None and not self._gives_way(self._first(), now_ns):
+            times += [max(at_ns, now_ns) for at_ns in self._due_ns(self._first(), now_ns).values()]
         return min((at_ns for at_ns in times if at_ns is not None), default=None)
 
     def renew(self, epoch: int, now_ns: int) -> None:
@@ -421,9 +422,8 @@ class Batcher(Policy[Live]):
         return min(ends.values()) if len(ends) == self._streams else now_ns
 
     def _choose(self, now_ns: int) -> Start | None:
-        if not self._queue.order:
+        if not self._queue.order or self._gives_way(head := self._first(), now_ns):
             return None
-        head = self._head()
         due_ns = self._due_ns(head, now_ns)
         if not due_ns:
             return None
@@ -464,10 +464,6 @@ class Batcher(Policy[Live]):
 
     def _withdraw(self, entry: Live) -> None:
         """A job stands in no other queue than the policy's."""
-
-    def _head(self) -> Job:
-        """The most urgent queued job."""
-        return self._live[self._queue.order[0][1]].job
 
     def _due_ns(self, head: Job, now_ns: int) -> dict[int, int]:
         """From when on a batch of the most urgent job waits for no more company, by lanes that take another batch."""

@@ -340,6 +340,8 @@ class Orchestrator(Policy[_Live]):
         place, size, executor_size = found
         *_, first, count, job_id = place
         entry = self._live[job_id]
+        if not entry.begun and self._gives_way(entry.job, now_ns):
+            return None
         entry.waiting.remove((size, place))
         self._leave(size, place)
         if not entry.begun:

@@ -8,7 +8,9 @@
 - codel: fifo, but who has waited for long ends, where the queue has not been empty for long (CoDel for servers, as in
   Maurer, "Fail at Scale", ACM Queue 2015).
 
-In all of them an interactive job goes before every batch job.
+In all of them an interactive job goes before every batch job. With `deadline`, batch jobs begin nothing for a while
+after an interactive one was refused that an idle device would have done in time: else they would get the time that the
+others were refused for.
 
 A job without a deadline is taken for one that is due `patience` after it came. If there are more of them than the
 device can do beside the others, the next one is due only when half of the device (FAIR_SHARE) would have done those
@@ -37,6 +39,8 @@ CODEL_INTERVAL_NS = 100_000_000
 """How long a job may wait, where the queue was empty that recently."""
 CODEL_TARGET_NS = 20_000_000
 """How long a job may wait, where the queue was not."""
+GIVES_WAY_NS = 250_000_000
+"""So long after such a refusal batch jobs begin nothing."""
 
 
 class Ordering:
@@ -52,6 +56,8 @@ class Ordering:
         self._begun_ns = 0  # when the last of them that began was due
         self._ahead_ns = 0  # how far they were done before half of the device would have done them
         self._empty_ns = 0  # when the queue was last empty
+        self.way_until_ns = 0
+        """Until when batch jobs begin nothing."""
 
     def shares(self, job: Job) -> bool:
         """Whether the job is due when its sort's share of the device would have done it; see above."""
@@ -71,6 +77,15 @@ class Ordering:
             last_ns = self.line[-1][0] if self.line else self._begun_ns
             due_ns = max(due_ns, last_ns + round(share_ns / FAIR_SHARE))
         return rank, due_ns, order
+
+    def refused(self, job: Job, alone_end_ns: int, now_ns: int) -> None:
+        """A job was refused. alone_end_ns: when an idle device would have done it."""
+        if job.priority == "interactive" and job.deadline_ns is not None and alone_end_ns <= job.deadline_ns:
+            self.way_until_ns = now_ns + GIVES_WAY_NS
+
+    def gives_way(self, job: Job, now_ns: int) -> bool:
+        """Whether a job may not begin now, although nobody waits before it."""
+        return job.priority == "batch" and now_ns < self.way_until_ns
 
     def overdue(self, key: Key, now_ns: int) -> bool:
         """Whether a job that waits was due before now."""

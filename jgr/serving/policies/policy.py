@@ -149,7 +149,7 @@ class Policy(ABC, Generic[L]):
             predicted_ns, late = self._forecast(job, key, now_ns)
             if late is not None and self._may_try(job, now_ns):
                 late = None
-            self._admissions[job.priority].decided(self._class_of(job), late is not None)
+            self._decided(job, late, now_ns)
         if reason is not None or late is not None:
             self._counts[advance("new", "reject")] += 1
             return late or Rejected(reason or "too_late")
@@ -172,9 +172,21 @@ class Policy(ABC, Generic[L]):
         key = self._ordering.key(job, self._counts["queued"], 0)
         _, late = self._forecast(job, key, now_ns)
         if late is not None:
-            self._admissions[job.priority].decided(self._class_of(job), refused=True)
+            self._decided(job, late, now_ns)
             self._counts[advance("new", "reject")] += 1
         return late
+
+    def _decided(self, job: Job, late: Rejected | None, now_ns: int) -> None:
+        self._admissions[job.priority].decided(self._class_of(job), late is not None)
+        if late is not None:
+            self._ordering.refused(job, now_ns + self._alone_ns(job), now_ns)
+
+    def _gives_way(self, job: Job, now_ns: int) -> bool:
+        return self._ordering.gives_way(job, now_ns) and not self._draining
+
+    def _first(self) -> Job:
+        """The most urgent queued job."""
+        return self._live[self._queue.order[0][1]].job
 
     def cancel(self, job_id: int, now_ns: int) -> bool:
         """Forget a job; what waits never runs. False where it is unknown or has already ended."""
@@ -260,6 +272,8 @@ class Policy(ABC, Generic[L]):
         if self._queue.order and self._ordering.order == "codel":
             oldest_ns = min(self._live[i].job.arrival_ns for _, i in self._queue.order)
             times.append(self._ordering.too_long_at_ns(oldest_ns))
+        if self._queue.order and self._gives_way(self._first(), self._now_ns or 0):
+            times.append(self._ordering.way_until_ns)
         return min(times, default=None)
 
     def drain(self, now_ns: int) -> None:

@@ -26,7 +26,7 @@ from jgr.serving.policies.jobs import (
     UserPart,
 )
 from jgr.serving.policies.orchestration import USER_PART, Orchestrator, split
-from jgr.serving.policies.ordering import Ordering
+from jgr.serving.policies.ordering import GIVES_WAY_NS, Ordering
 
 PATIENCE_NS = 1_000_000_000
 SIZES = (1024, 512, 256, 128)
@@ -188,6 +188,21 @@ def test_a_part_waits_for_its_size_or_takes_a_larger_one() -> None:
     o.commit(0, "well", 2)
     assert starts(o.plan(2)) == [(4, 0, 0, 4)]
     assert o.plan(3) == Plan((), ())
+
+
+def test_batch_jobs_begin_nothing_for_a_while_after_another_was_refused_that_need_not_be() -> None:
+    o = Orchestrator((4,), {4: 1e-3}, max_queue=9, ordering=Ordering())
+    batch = structs.replace(job(1, count=8), priority="batch")
+    submit(o, batch)
+    (first,) = o.plan(0).starts
+    assert isinstance(o.submit(job(2, deadline=1_500_000), 0), Rejected), "of a millisecond, behind one"
+    submit(o, structs.replace(job(3), priority="batch"))
+    o.commit(first.run, "well", 1_000_000)
+    (second,) = o.plan(1_000_000).starts
+    assert second.jobs == (1,), "what has begun goes on"
+    o.commit(second.run, "well", 2_000_000)
+    assert not o.plan(2_000_000).starts and o.next_wakeup_ns() == GIVES_WAY_NS
+    assert [start.jobs for start in o.plan(GIVES_WAY_NS).starts] == [(3,)]
 
 
 def test_the_earliest_deadline_goes_first_and_who_names_none_has_patience() -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from jgr.serving.policies.batching import Batcher
 from jgr.serving.policies.jobs import Accepted, Job, Priority, Profile, Start
+from jgr.serving.policies.ordering import GIVES_WAY_NS
 from jgr.serving.policies.run_costs import RunCosts
 from jgr.simulation.serving import simulate
 
@@ -91,6 +92,44 @@ def test_as_many_interactive_jobs_are_in_time_beside_batch_jobs_as_without(in_ms
         out = simulate(batcher(), jobs, run_ns)
         in_time.append(sum(out.verdicts[job.id] == "done" for job in interactive))
     assert in_time[1] >= 0.97 * in_time[0]
+
+
+@pytest.mark.parametrize(("load", "in_ms"), [(0.63, None), (0.63, 1000), (0.84, None)])
+def test_batch_jobs_do_not_get_the_time_that_interactive_ones_are_refused_for(
+    load: float, in_ms: int | None
+) -> None:
+    """Runs vary, so that admission keeps a margin, for which it refuses some while the device is idle."""
+    interactive = stream(load, 12, first=0, in_ms=100)
+    beside = stream(0.5, 12, first=10**6, in_ms=in_ms, priority="batch")
+    in_time = []
+    for jobs in (interactive, sorted(interactive + beside, key=lambda job: job.arrival_ns)):
+        rng = random.Random(5)
+        out = simulate(
+            batcher(), jobs, lambda start, rng=rng: round(run_ns(start) * (1 + rng.expovariate(2.5)))
+        )  # type: ignore[misc]
+        in_time.append(sum(out.verdicts[job.id] == "done" for job in interactive))
+        done = sum(out.verdicts[job.id] == "done" for job in beside if job.id in out.verdicts)
+    assert len(interactive) > 1.1 * in_time[0], "some are refused"
+    assert in_time[1] >= 0.995 * in_time[0] and done > 200
+
+
+def test_batch_jobs_begin_once_no_interactive_one_was_refused_for_a_while() -> None:
+    b = Batcher(list(COSTS)[:1], max_tokens=10**9, max_wait_ns=0, max_queue=256, costs=RunCosts(COSTS))
+    for number in range(3):
+        b.submit(make(number, in_ms=30), 0)  # the third cannot be in time behind the others
+    b.submit(make(3, in_ms=1), 0)  # nor could this one on an idle device
+    b.submit(make(4, priority="batch"), 0)
+    first = b.plan(0).starts
+    assert [start.jobs for start in first] == [(0,)]
+    b.commit(first[0].run, "well", 12 * MS)
+    (second,) = b.plan(12 * MS).starts
+    b.commit(second.run, "well", 24 * MS)
+    assert not b.plan(24 * MS).starts and b.next_wakeup_ns() == GIVES_WAY_NS
+    b.submit(make(5, 100, in_ms=1), 100 * MS)
+    assert not b.plan(100 * MS).starts and b.next_wakeup_ns() == GIVES_WAY_NS, (
+        "what is hopeless is not in the way"
+    )
+    assert [start.jobs for start in b.plan(GIVES_WAY_NS).starts] == [(4,)]
 
 
 FLOODS: dict[str, Callable[[], list[Job]]] = {
