@@ -161,15 +161,6 @@ def as_without_engines(kept_programs: dict[str, Any]) -> Iterator[None]:
         compilation_cache.reset_cache()  # or the folder that is in use would stay so
 
 
-@pytest.fixture(scope="module", autouse=True)
-def as_without_programs() -> Iterator[None]:
-    """What a file's tests have compiled goes with them. Of each program jax keeps an MLIR context, and to make the next
-    one takes the longer the more of these there are: three times as long after a thousand."""
-    yield
-    if "jax" in sys.modules:
-        sys.modules["jax"].clear_caches()
-
-
 @pytest.fixture
 def dataset(request: pytest.FixtureRequest) -> Path:
     """The folder that the test's `data` marker names."""
