@@ -29,7 +29,7 @@ from jgr.serving.cluster.attempts import SENDER, Attempts
 from jgr.serving.cluster.hints import USERS, glance, works
 from jgr.serving.cluster.places import own_node, place
 from jgr.serving.cluster.protocol import Incompatible, Spoken, received, require
-from jgr.serving.cluster.relay import Answered, Asked, Uploads, below, head, read, refusal, reply
+from jgr.serving.cluster.relay import Answered, Asked, Uploads, head, read, refusal, reply
 from jgr.serving.cluster.replicas import Replicas, begun, soon
 from jgr.serving.cluster.router import SERIES
 from jgr.serving.cluster.sending import Sending
@@ -40,7 +40,7 @@ from jgr.serving.errors import RequestError
 from jgr.serving.http.bounds import READ_TIMEOUT_S, REQUEST_ID
 from jgr.serving.http.cold import ADMIN_METHODS, ADMIN_PATHS, UPLOAD_PATH
 from jgr.serving.http.connection import UPLOAD_TIMEOUT_S
-from jgr.serving.http.front import own_path
+from jgr.serving.http.front import below, own_path
 from jgr.serving.http.keys import Keys
 from jgr.serving.http.operations import open_paths
 from jgr.serving.http.server import who

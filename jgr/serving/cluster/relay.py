@@ -14,7 +14,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from jgr.serving.cluster.protocol import sent
 from jgr.serving.cluster.ways import Stamp
 from jgr.serving.errors import STATUS, RequestError
-from jgr.serving.http.front import own_path
 from jgr.serving.http.refusals import TRY_AGAIN, error_body
 
 Headers = list[tuple[bytes, bytes]]
@@ -108,12 +107,6 @@ def head(scope: Scope) -> Asked:
     return Asked(
         scope["method"], path, scope["query_string"], headers, b"", tuple(client) if client else None
     )
-
-
-def below(path: str, base_path: str) -> str:
-    """A path as it was sent, without the base path: byte by byte, for it may be no UTF-8."""
-    own = own_path(unquote(path, errors="surrogateescape"), base_path)
-    return quote(own, errors="surrogateescape")
 
 
 async def ask(application: ASGIApp, asked: Asked, **own: Any) -> Answered:

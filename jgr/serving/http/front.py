@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ssl
 from pathlib import Path
+from urllib.parse import quote, unquote
 
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -42,6 +43,12 @@ def own_path(path: str, base_path: str) -> str:
     if path == base_path:
         return "/"
     return path.removeprefix(base_path) if path.startswith(base_path + "/") else path
+
+
+def below(path: str, base_path: str) -> str:
+    """A path as it was sent, without the base path: byte by byte, for it may be no UTF-8."""
+    own = own_path(unquote(path, errors="surrogateescape"), base_path)
+    return quote(own, errors="surrogateescape")
 
 
 class _BelowBasePath:

@@ -17,12 +17,13 @@ from starlette.types import Message
 
 from jgr.config import FleetConfig
 from jgr.serving.api import ModelList
-from jgr.serving.cluster.relay import Answered, Asked, Uploads, ask, below, head, read
+from jgr.serving.cluster.relay import Answered, Asked, Uploads, ask, head, read
 from jgr.serving.cluster.series import Series
 from jgr.serving.cluster.whole import Shared, best, erased, merged, metrics, models, readiness, scraped_by
 from jgr.serving.engine.metrics import CONTENT_TYPE
 from jgr.serving.errors import RequestError
 from jgr.serving.fleet_api import ReplicaInfo, Rollout, ServedVersion
+from jgr.serving.http.front import below
 from jgr.serving.http.openapi import document
 from jgr.serving.http.server import App
 from jgr.serving.policies import routing, routing_terms
