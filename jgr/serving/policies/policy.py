@@ -138,21 +138,22 @@ class Policy(ABC, Generic[L]):
             raise ValueError(f"job {job.id} is already {self.state(job.id)}")
         self._advance_clock(now_ns)
         job = self._informed(job)
-        reason, predicted_ns, late = self._refusal(job), None, None
+        reason, predicted_ns = self._refusal(job), None
         if self._draining:
             reason = "draining"
         elif reason is None and self.full(sort_of(job)):
             reason = "queue_full"
         share_ns = self._share_ns(job) if self._ordering.shares(job) and reason is None else 0
         key = self._ordering.key(job, self._counts["queued"], share_ns)
-        if reason is None and self._ordering.predicts and job.deadline_ns is not None:
-            predicted_ns, late = self._forecast(job, key, now_ns)
-            if late is not None and self._may_try(job, now_ns):
-                late = None
-            self._decided(job, late, now_ns)
-        if reason is not None or late is not None:
+        rejected = None if reason is None else Rejected(reason)
+        if rejected is None and self._ordering.predicts and job.deadline_ns is not None:
+            predicted_ns, rejected = self._forecast(job, key, now_ns)
+            if rejected is not None and self._may_try(job, now_ns):
+                rejected = None
+            self._decided(job, rejected, now_ns)
+        if rejected is not None:
             self._counts[advance("new", "reject")] += 1
-            return late or Rejected(reason or "too_late")
+            return rejected
         entry = self._live[job.id] = self._enter(job, key)
         if predicted_ns is not None and job.deadline_ns is not None and predicted_ns <= job.deadline_ns:
             entry.latest_ns, entry.accepted_ns = job.deadline_ns - self._alone_ns(job), now_ns
