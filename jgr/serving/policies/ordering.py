@@ -83,9 +83,9 @@ class Ordering:
         if job.priority == "interactive" and job.deadline_ns is not None and alone_end_ns <= job.deadline_ns:
             self.way_until_ns = now_ns + GIVES_WAY_NS
 
-    def gives_way(self, job: Job, now_ns: int) -> bool:
-        """Whether a job may not begin now, although nobody waits before it."""
-        return job.priority == "batch" and now_ns < self.way_until_ns
+    def gives_way(self, now_ns: int) -> bool:
+        """Whether `batch` work may not begin now, although nobody waits before it."""
+        return now_ns < self.way_until_ns
 
     def overdue(self, key: Key, now_ns: int) -> bool:
         """Whether a job that waits was due before now."""

@@ -183,7 +183,7 @@ class Policy(ABC, Generic[L]):
             self._ordering.refused(job, now_ns + self._alone_ns(job), now_ns)
 
     def _gives_way(self, job: Job, now_ns: int) -> bool:
-        return self._ordering.gives_way(job, now_ns) and not self._draining
+        return job.priority == "batch" and self._ordering.gives_way(now_ns) and not self._draining
 
     def _first(self) -> Job:
         """The most urgent queued job."""

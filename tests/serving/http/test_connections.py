@@ -137,7 +137,7 @@ def test_a_client_that_does_not_read_its_answers_is_cut_off() -> None:
         unsent = []
 
         def is_gone() -> bool:
-            unsent.extend(map(_unsent, server.listener.server_state.connections))
+            unsent.extend(map(_unsent, list(server.listener.server_state.connections)))
             return max(unsent) > 0 and not of(server, connection)
 
         wait_until(server, is_gone)
@@ -302,7 +302,7 @@ def test_a_stop_does_not_wait_for_a_client_that_does_not_read(caplog: pytest.Log
     with LiveServer(close_timeout_s=0.1) as server, server.connect() as connection:
         connection.setblocking(False)
         connection.send(GET_DOCS % b"" * 1_000)
-        wait_until(server, lambda: any(map(_unsent, server.listener.server_state.connections)))
+        wait_until(server, lambda: any(map(_unsent, list(server.listener.server_state.connections))))
         server.stop()
         assert server.join() == 0
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
