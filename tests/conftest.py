@@ -12,6 +12,7 @@ one.
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
 import os
 import shutil
@@ -42,6 +43,8 @@ if os.environ.get("JGR_AS_SERVED") != "1":
     if _OLDER not in _FLAGS:
         _FLAGS += f" --xla_backend_extra_options={_OLDER} --xla_cpu_parallel_codegen_split_count=1"
     os.environ["XLA_FLAGS"] = _FLAGS.strip()
+    # Nor do they hang on where in Python an operation was written, which jax notes for each with all frames of pytest.
+    os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 # What one test has compiled, such as the engine of a small model, another or a subprocess reads from a folder that
 # lasts as long as the run.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
@@ -101,6 +104,8 @@ _GET = {
 _LONGEST = ("test_docs.py", "test_journeys.py")
 _LONG = ("training", "models", "serving", "evaluation", "ops", "cli", "benchmarks")
 _NEEDS = ("data", "gpu", *_PROGRAMS)
+_FILES_OF_PROGRAMS = 15
+_ended = itertools.count(1)  # files whose tests this process has run
 _SELECTED = pytest.StashKey[Counter[str]]()
 
 
@@ -159,6 +164,17 @@ def as_without_engines(kept_programs: dict[str, Any]) -> Iterator[None]:
         for name, value in kept_programs.items():
             jax.config.update(name, value)
         compilation_cache.reset_cache()  # or the folder that is in use would stay so
+
+
+@pytest.fixture(scope="module", autouse=True)
+def as_without_programs() -> Iterator[None]:
+    """What files of tests have compiled goes after some of them. jax keeps an MLIR context of each program, and to make
+    one takes the longer the more there are: three times as long after a thousand. What they share is traced anew."""
+    import jax
+
+    yield
+    if next(_ended) % _FILES_OF_PROGRAMS == 0:
+        jax.clear_caches()
 
 
 @pytest.fixture
