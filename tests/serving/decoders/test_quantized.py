@@ -37,7 +37,7 @@ def rounded(w: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    config = override(make_folder(tmp_path_factory.mktemp("models") / "m"), *FAST)
+    config = override(make_folder(tmp_path_factory.mktemp("models") / "m", depth=2), *FAST)
     served = Served(override(config, "model.quantize=int8"))
     yield served
     assert served.stop() == 0
