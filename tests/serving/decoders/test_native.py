@@ -31,7 +31,9 @@ CACHED = (
 def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Served, Served]]:
     """With the kernels, and without."""
     config = override(
-        make_folder(tmp_path_factory.mktemp("model") / "tiny", depth=2), "profiles.tokens=64", "profiles.batch=1"
+        make_folder(tmp_path_factory.mktemp("model") / "tiny", depth=2),
+        "profiles.tokens=64",
+        "profiles.batch=1",
     )
     with installed():
         with_kernels = Served(config)
