@@ -268,6 +268,7 @@ def test_a_second_start_reads_its_programs_from_disk(tmp_path: Path) -> None:
             del engine  # its programs go with it
             programs = [e for e in hits if e == "/jax/compilation_cache/cache_hits"]
             assert bool(programs) == (start == 1)
+            assert list((tmp_path / "cache").glob("*-cache")), "they are in the folder that the setting names"
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
         compilation_cache.reset_cache()
