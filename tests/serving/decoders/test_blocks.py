@@ -26,9 +26,12 @@ from jgr.models import beam, decoder, params
 from jgr.models.packed import ChosenBy
 from jgr.prompt.layouts import CAUSAL, Kind
 from jgr.prompt.segments import Content, arrange, count_tokens, make_prompt
+from jgr.serving.api import RankRequest
 from jgr.serving.decoders.caching import kv_cells
+from jgr.serving.decoders.loading import load_engine
 from jgr.serving.decoders.paged_executor import PagedExecutor
 from jgr.serving.decoders.work import RankOutcome, SegmentsWork
+from jgr.serving.errors import RequestError
 from jgr.serving.policies.fidelity import FEWEST, agreement
 from jgr.serving.policies.jobs import Job, Profile
 from jgr.serving.policies.sources import ALL_ITEM_TOKENS, Approximate, PlannedPrompt, Repair, UnplannedPrompt
@@ -422,10 +425,8 @@ def test_a_budget_beyond_all_and_nothing_is_refused(served: Served, budget: obje
 
 
 def test_a_budget_needs_a_server_that_reuses_what_stands_anywhere(tmp_path: Path) -> None:
-    server = Served(make_config(tmp_path, "cache.policy=item", "cache.repair_share=0.5"), ["rank"])
-    try:
-        reply = server.call("/v1/rank", {"history": ids(1), "candidates": ids(2), "reuse_budget": 0.5})
-        assert (reply.status, reply.json["error"]["field"]) == (422, "reuse_budget")
-        assert "cache.policy=blocks" in reply.json["error"]["message"]
-    finally:
-        server.stop()
+    engine = load_engine(make_config(tmp_path, "cache.policy=item", "cache.repair_share=0.5"), kinds=["rank"])
+    asked = RankRequest(history=[*ids(1)], candidates=[*ids(2)], reuse_budget=0.5)
+    with pytest.raises(RequestError, match=r"cache\.policy=blocks") as refused:
+        engine.served.translator.prepare(asked)
+    assert (refused.value.type, refused.value.field) == ("invalid_request", "reuse_budget")

@@ -58,7 +58,7 @@ def make_config(folder: Path, *settings: str) -> Config:
         "cache.page_kb=2",
         "cache.item_share=0.125",
         "cache.cell_tokens=2",
-        "profiles.batch=1,4",
+        "profiles.batch=4",
         "cache.shadow=1",
         "server.port=0",
         *settings,
@@ -116,7 +116,7 @@ class Served:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    server = Served(make_config(tmp_path_factory.mktemp("model")))
+    server = Served(make_config(tmp_path_factory.mktemp("model"), "profiles.batch=1,4"))
     yield server
     server.stop()
 

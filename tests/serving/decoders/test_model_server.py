@@ -83,7 +83,7 @@ class Served:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    served = Served(make_folder(tmp_path_factory.mktemp("model") / "tiny"))
+    served = Served(override(make_folder(tmp_path_factory.mktemp("model") / "tiny"), "profiles.tokens=32"))
     yield served
     assert served.stop() == 0
 
@@ -254,7 +254,7 @@ def test_a_cache_folder_that_cannot_be_made_is_not_fatal(
 
 
 def test_a_second_start_reads_its_programs_from_disk(tmp_path: Path) -> None:
-    config = make_folder(tmp_path / "tiny")
+    config = make_folder(tmp_path / "tiny", layers=1, depth=1)
     small = ("profiles.batch=1", "profiles.tokens=32", "profiles.widths=8", "profiles.candidates=4")
     config = override(config, *small, f"model.compilation_cache={tmp_path / 'cache'}")
     before = jax.config.jax_compilation_cache_dir
@@ -262,11 +262,13 @@ def test_a_second_start_reads_its_programs_from_disk(tmp_path: Path) -> None:
         hits: list[str] = []
         jax.monitoring.register_event_listener(lambda event, **_: hits.append(event))
         for start in range(2):
-            jax.clear_caches()
             hits.clear()
-            Served(config).stop()
+            engine = load_engine(config, kinds=("rank",))
+            engine.served.executors.warm_up(lambda done, total, label: None)
+            del engine  # its programs go with it
             programs = [e for e in hits if e == "/jax/compilation_cache/cache_hits"]
             assert bool(programs) == (start == 1)
+            assert list((tmp_path / "cache").glob("*-cache")), "they are in the folder that the setting names"
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
         compilation_cache.reset_cache()

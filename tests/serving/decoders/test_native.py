@@ -24,7 +24,6 @@ CACHED = (
     "cache.policy=user",
     "cache.shadow=0",
     "cache.item_share=none",
-    "profiles.batch=1",
 )
 
 
@@ -32,7 +31,9 @@ CACHED = (
 def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Served, Served]]:
     """With the kernels, and without."""
     config = override(
-        make_folder(tmp_path_factory.mktemp("model") / "tiny"), "profiles.tokens=64", "profiles.batch=1"
+        make_folder(tmp_path_factory.mktemp("model") / "tiny", depth=2),
+        "profiles.tokens=64",
+        "profiles.batch=1",
     )
     with installed():
         with_kernels = Served(config)
@@ -83,9 +84,8 @@ def test_bfloat16_is_served_where_the_library_has_kernels_for_it(
 ) -> None:
     """Answers are float32's, but for what 16 bits leave; a prompt that is kept is read again from what was kept."""
     caplog.set_level(logging.INFO, logger="jgr")
-    config = override(
-        make_folder(tmp_path / "tiny", head_dim=32), *(CACHED if cached else ("profiles.batch=1",))
-    )
+    shapes = ("profiles.batch=1", "profiles.tokens=32", *(CACHED if cached else ()))
+    config = override(make_folder(tmp_path / "tiny", head_dim=32, depth=2), *shapes)
     with installed():
         served = [Served(override(config, f"model.dtype={dtype}")) for dtype in ("bfloat16", "float32")]
         try:

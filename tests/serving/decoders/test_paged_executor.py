@@ -185,7 +185,7 @@ class Server:
         page_bytes: int = 8 * TOKEN_BYTES,
         quantize: Quantization = "",
     ) -> None:
-        size = pages, page_bytes, host_pages, quantize
+        size = max(pages, 12), page_bytes, host_pages, quantize  # of pools of a size, programs are the same
         if size not in EXECUTORS:
             EXECUTORS[size] = make_executor(*size)
         self.executor = EXECUTORS[size]
@@ -307,7 +307,7 @@ def test_causal_order_is_the_plain_decoder() -> None:
     """By a forward that knows of no segments."""
     request = Request("c", range(15, 27), [3, 0, 2], layout="causal")
     text = np.concatenate([segment.tokens for segment in request.prompt])
-    out = decoder.prefill(PARAMS, CFG, text[None], tokens(len(text)))
+    out = jax.jit(lambda x, n: decoder.prefill(PARAMS, CFG, x, n))(text[None], tokens(len(text)))
     plain = np.asarray(out.hidden)[0, -1] @ np.asarray(PARAMS.output_rows)[request.work.columns].T
     np.testing.assert_allclose(wanted(request, "causal"), plain, atol=2e-5)
     server = Server("user")

@@ -13,6 +13,7 @@ from jgr.models import params, scorer_costs, scorers
 from jgr.models.climber import ClimberConfig
 from jgr.models.sasrec import SasrecConfig
 from jgr.models.scorer_costs import Work
+from jgr.serving.engine.cost_profile import Trial
 from jgr.serving.scorers import cost_grid
 from jgr.serving.scorers.executors import PartWork
 from jgr.serving.scorers.user_block import new_block, user_layout
@@ -29,9 +30,15 @@ def draw(cfg: Any) -> Any:
     return params.initialize(scorers.scorer(cfg).spec(cfg), jax.random.key(0))
 
 
-def test_the_grid_has_other_lengths_and_sizes_than_are_served() -> None:
+@pytest.fixture(scope="module")
+def made() -> tuple[list[Trial], list[tuple[int, int, str]]]:
+    """A grid's runs, and what was told while their programs were compiled."""
     steps: list[tuple[int, int, str]] = []
-    trials = cost_grid.trials(SASREC, draw(SASREC), 8, lambda *step: steps.append(step), most=5)
+    return cost_grid.trials(SASREC, draw(SASREC), 8, lambda *step: steps.append(step), most=5), steps
+
+
+def test_the_grid_has_other_lengths_and_sizes_than_are_served(made: Any) -> None:
+    trials, steps = made
     kinds = {kind: [t for t in trials if t.kind == kind] for kind in ("user", "part", "whole")}
     assert [t.label for t in kinds["user"]] == [f"{n} events" for n in (1, 2, 3, 4, 6, 9, 12)]
     assert len(kinds["part"]) == len(kinds["whole"]) == 5 and len(trials) == 17
@@ -49,9 +56,8 @@ def test_the_grid_has_other_lengths_and_sizes_than_are_served() -> None:
             assert answer.shape == (size[0], 1)
 
 
-def test_a_part_and_a_whole_of_the_longest_history_score_alike() -> None:
-    trials = cost_grid.trials(SASREC, draw(SASREC), 8, lambda *step: None, most=4)
-    scores = {t.kind: t.collect(t.launch()) for t in trials if t.label == "8 candidates, 12 events"}
+def test_a_part_and_a_whole_of_the_longest_history_score_alike(made: Any) -> None:
+    scores = {t.kind: t.collect(t.launch()) for t in made[0] if t.label == "8 candidates, 12 events"}
     np.testing.assert_allclose(scores["part"], scores["whole"], atol=1e-5)
     # Those of item 0 after a history of 12 times item 0, as the model gives them.
     block, views = new_block(user_layout(scorers.scorer(SASREC).needs(SASREC)))

@@ -58,13 +58,17 @@ def test_a_user_that_grew_is_the_user_computed_whole(cfg: ScorerConfig) -> None:
     def whole(users: Users) -> jax.Array:
         return model.score(params, cfg, model.read(params, cfg, users), CANDIDATES)
 
+    @jax.jit
+    def read(kept: Any, users: Users) -> jax.Array:
+        return model.score(params, cfg, growing.state(params, cfg, kept, users), CANDIDATES)
+
     counts = np.array([0, 2, 4])
     kept = begin(draw_users(counts, 6 * DAY))
     for more in ([0, 0, 0], [3, 0, 1], [1, 3, 1], [2, 1, 0]):  # the last user's window is full
         counts = counts + more
         users = draw_users(counts, 7 * DAY + 60 * int(counts.sum()))
         kept = grow(kept, users)
-        scores = model.score(params, cfg, growing.state(params, cfg, kept, users), CANDIDATES)
+        scores = read(kept, users)
         np.testing.assert_allclose(scores, whole(users), atol=2e-5)
     assert np.abs(scores - whole(draw_users(counts - [1, 1, 1], 8 * DAY))).max() > 1e-3
 
@@ -228,6 +232,7 @@ def test_users_grow_at_once_in_any_order_and_company_and_some_runs_fail(tmp_path
         scenario,
         "executors.streams=4",
         "executors.number=3",
+        "executors.sizes=8",
         "executors.history_lengths=2,4",
         "cache.cell_tokens=1",
         "cache.device_mb=0.002",  # two pages, each of eight events

@@ -47,7 +47,7 @@ def reload(port: int) -> Any:
 @pytest.mark.slow
 def test_a_reload_without_addresses_is_refused_and_the_old_model_goes_on(tmp_path: Path) -> None:
     for seed, name in enumerate("ab", 1):
-        make_folder(tmp_path / name, seed=seed)
+        make_folder(tmp_path / name, seed=seed, layers=1, depth=1)
     link = tmp_path / "now"
     link.symlink_to(tmp_path / "a")
     settings = (

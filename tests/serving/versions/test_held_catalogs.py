@@ -108,12 +108,13 @@ def test_answers_are_those_of_a_server_started_with_the_catalog(server: Server, 
     candidates = ["E000", "E101", "E050", "E124"]
     body = {"history": ["E003", "E099"], "candidates": candidates}
     swapped = [server.call("/v1/rank", body), server.call("/v1/recommend", {"history": ["E003"], "top_k": 8})]
-    server.change("/v1/catalogs/rollback")
 
     save_catalog(EVERY_ID, tmp_path / "every.jsonl")
+    # While the grown programs are there, which it shares: their shapes are the same, and tables are arguments.
     started = Server(tmp_path, f"catalog.path={tmp_path / 'every.jsonl'}")
     alone = [started.call("/v1/rank", body), started.call("/v1/recommend", {"history": ["E003"], "top_k": 8})]
     started.stop()
+    server.change("/v1/catalogs/rollback")
     for one, other in zip(swapped, alone, strict=True):
         assert one["items"] == other["items"]
 

@@ -67,7 +67,7 @@ def test_catalogs_of_ever_new_sizes_leave_no_programs(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = override(
-        make_folder(tmp_path / "m"), "profiles.batch=2", "profiles.tokens=32", "profiles.widths=8"
+        make_folder(tmp_path / "m", layers=1), "profiles.batch=2", "profiles.tokens=32", "profiles.widths=8"
     )
     held = len(compilation._programs)
     with caplog.at_level(logging.INFO, "jgr.serving"):

@@ -31,7 +31,7 @@ from tests.serving.tiny_model import N_ITEMS, as_lines, make_folder, shuffled_ca
 
 pytestmark = pytest.mark.usefixtures("without_collector")
 
-CLIENTS = 4
+CLIENTS = 2
 PATIENCE_S = 300.0
 ADMIN = {"Authorization": "Bearer 4dm1n"}
 
@@ -44,8 +44,8 @@ class Switchable:
 
     def __init__(self, folder: Path, *settings: str, beside: str | None = None) -> None:
         self.folder = folder
-        make_folder(folder / "a", seed=1)
-        config = make_folder(folder / "b", seed=2)
+        make_folder(folder / "a", seed=1, layers=1)
+        config = make_folder(folder / "b", seed=2, layers=1)
         self.point_to("a")
         self.config: Config = override(
             config,
