@@ -34,11 +34,13 @@ def collected() -> Iterator[list[str]]:
         found.append(phase)
 
     gc.collect()
+    gc.freeze()  # what other tests left is not looked at in each of hundreds of collections
     gc.callbacks.append(note)
     gc.set_threshold(YOUNG, *usual[1:])
     yield found
     gc.set_threshold(*usual)
     gc.callbacks.remove(note)
+    gc.unfreeze()
 
 
 class Counted(bytearray):
