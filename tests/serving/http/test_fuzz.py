@@ -32,7 +32,7 @@ CODES = {"OK", "INVALID_ARGUMENT", "NOT_FOUND", "UNIMPLEMENTED", "RESOURCE_EXHAU
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Two]:
     """A decoder that caches, and a scorer that keeps users."""
-    server = Two(tmp_path_factory.mktemp("two"), "server.explain=true")
+    server = Two(tmp_path_factory.mktemp("two"), "server.explain=true", "profiles.batch=1", "train.layers=1")
     yield server
     server.stop()
 
