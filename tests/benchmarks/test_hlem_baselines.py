@@ -41,7 +41,7 @@ def test_the_exact_search_takes_the_least_of_the_nearest_profiled_curve() -> Non
 
 
 def test_the_lstm_waits_for_its_states_and_then_gives_the_networks_split() -> None:
-    weights = Network().init(jax.random.key(0), np.zeros((1, SEEN, STATE), np.float32))
+    weights = jax.jit(Network().init)(jax.random.key(0), np.zeros((1, SEEN, STATE), np.float32))
     of = Lstm(Limits(), weights)
     found = [of.decide(signals(20.0 + at)) for at in range(SEEN + 1)]
     assert found[: SEEN - 1] == [0.5] * (SEEN - 1) and found[SEEN] != 0.5

@@ -115,6 +115,7 @@ def test_every_method_ranks_end_to_end(tmp_path: Path, monkeypatch: pytest.Monke
         "train.steps=1", "train.hidden=32", "train.layers=2", "train.mlp=32", "batching.max_tokens=256",
     )  # fmt: skip
     train_ranker(config, dataset)
+    monkeypatch.setattr(rcllm_accuracy, "RESAMPLES", 50)
     examples = dataset.interactions.test
     others = [
         np.append(rng.choice(np.setdiff1d(np.arange(n), target), CANDIDATES - 1, replace=False), target)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import itertools
 import json
 import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,16 +20,13 @@ from jgr.catalog.catalog import save_catalog
 from jgr.cli import bench_serve
 from jgr.config import UserError
 from jgr.traffic.arrivals import parse_process
+from tests.cli.in_process import run_here
 from tests.serving.certificates import make_pems, tls
 from tests.serving.fakes import CATALOG, LiveServer
 
-RUN = "import sys; from jgr.cli.main import run; sys.exit(run())"
-
 
 def _bench(*argv: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", RUN, "bench", *argv], capture_output=True, text=True, check=False
-    )
+    return run_here("bench", *argv)
 
 
 @pytest.fixture(scope="module")

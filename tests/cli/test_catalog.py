@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,15 +12,13 @@ import pytest
 
 from jgr.catalog.catalog import Catalog, CatalogError, load_catalog, save_catalog
 from jgr.cli import catalog as command
+from tests.cli.in_process import run_here
 
-RUN = "import sys; from jgr.cli.main import run; sys.exit(run(['catalog', *sys.argv[1:]]))"
 CATALOG = Catalog.build(["x", "y", "z"], [[5, 1], [5, 2], [7, 1]], [{"title": "X"}, {}, {}])
 
 
 def _jgr(*argv: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", RUN, *map(str, argv)], capture_output=True, text=True, check=False
-    )
+    return run_here("catalog", *map(str, argv))
 
 
 def test_build_and_inspect(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,11 +16,11 @@ from jgr.config import UserError
 from jgr.models import scorers
 from jgr.models.model_files import ModelFiles
 from jgr.models.table_file import TableFile
+from tests.cli.in_process import run_here
 from tests.features.redis_process import RedisProcess
 from tests.serving.scorer_fakes import ITEMS, ScorerServer, draw
 from tests.serving.scorers.test_paging import FAMILIES, PAGED, SASREC, TABLE, asked, folder_of, settings
 
-RUN = "import sys; from jgr.cli.main import run; sys.exit(run(['embeddings', *sys.argv[1:]]))"
 KEPT = 20
 
 
@@ -33,7 +32,7 @@ def server(tmp_path: Path) -> Iterator[RedisProcess]:
 
 
 def run(*argv: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", RUN, *argv], capture_output=True, text=True, check=False)
+    return run_here("embeddings", *argv)
 
 
 def scores(folder: Path, bodies: list[dict[str, Any]], *more: str) -> tuple[list[Any], float]:

@@ -52,7 +52,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """Asked by https, below a base path."""
     folder = tmp_path_factory.mktemp("model")
     pems = make_pems(folder)
-    config = override(make_folder(folder / "tiny"), *ONE_PROFILE, *tls(pems), "server.base_path=/shop")
+    config = override(
+        make_folder(folder / "tiny", layers=1), *ONE_PROFILE, *tls(pems), "server.base_path=/shop"
+    )
     served = Served(config, ca_file=pems["authority"])
     yield served
     assert served.stop() == 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -16,10 +15,10 @@ from jgr.data.prepared import Arrays, record
 from jgr.features.addresses import open_store
 from jgr.features.extraction import category
 from jgr.features.schema import Schema
+from tests.cli.in_process import run_here
 from tests.features.redis_process import RedisProcess
 
 N = 5
-RUN = "import sys; from jgr.cli.main import run; sys.exit(run(['features', *sys.argv[1:]]))"
 
 
 @pytest.fixture
@@ -41,7 +40,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def _features(*argv: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", RUN, *argv], capture_output=True, text=True, check=False)
+    return run_here("features", *argv)
 
 
 @pytest.mark.parametrize("kind", ["redis", "sqlite"])

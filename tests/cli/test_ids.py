@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`jgr ids` on a small prepared folder, in a process of its own: what it writes, and what it refuses."""
+"""`jgr ids` on a small prepared folder, what it writes, and what it refuses."""
 
 from __future__ import annotations
 
@@ -20,12 +20,17 @@ from jgr.data.interactions import DataError, leave_one_out
 from jgr.data.prepared import Arrays, catalog_names, load_prepared, record
 from jgr.models import manifest
 from jgr.training.generator import train_generator
+from tests.cli.in_process import run_here
 
 N = 30
 RUN = "import sys; from jgr.cli.main import run; sys.exit(run(['ids', *sys.argv[1:]]))"
 
 
 def _ids(*argv: str) -> subprocess.CompletedProcess[str]:
+    return run_here("ids", *argv)
+
+
+def _elsewhere(*argv: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", RUN, *argv], capture_output=True, text=True, check=False)
 
 
@@ -75,15 +80,11 @@ def test_ids_from_co_occurrence(folder: Path, method: str) -> None:
     assert 0 < report["quantization_error"] < 1
     if method == "balanced":
         assert np.bincount(catalog.codes[:, 0]).max() <= 8
-    # Again: the same bytes. With another seed: other ones.
+    # Again, in a process with other hashes: the same bytes. With another seed: other ones.
     written = [(folder / name).read_bytes() for name in ("catalog.jsonl", "ids_report.json")]
-    for seed, same in ((0, True), (1, False)):
-        assert (
-            _ids(
-                *(f"--data={folder} --method={method} --sizes=4,3 --dims=8 --seed={seed} --overwrite").split()
-            ).returncode
-            == 0
-        )
+    for seed, same, run in ((0, True, _elsewhere), (1, False, _ids)):
+        argv = f"--data={folder} --method={method} --sizes=4,3 --dims=8 --seed={seed} --overwrite".split()
+        assert run(*argv).returncode == 0
         again = [(folder / name).read_bytes() for name in ("catalog.jsonl", "ids_report.json")]
         assert (again == written) is same
 

@@ -21,6 +21,7 @@ from jgr.cli import config as cli_config
 from jgr.cli import console
 from jgr.cli.main import COMMANDS, run, told
 from jgr.config import Config, named, override, to_json
+from tests.cli.in_process import run_here
 
 PARTS = ("main", "console", "bench_serve", "completion_scripts", "heap")
 """Modules of jgr/cli/ that are no command."""
@@ -105,7 +106,7 @@ def test_listing_loads_nothing_slow() -> None:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_shows_the_shared_flags(name: str) -> None:
-    done = _jgr(name, "--help")
+    done = run_here(name, "--help")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(f"jgr {name}: ")
     for flag in ("--config ", "--set ", "--log_format ", "--log_level "):

@@ -25,14 +25,14 @@ from jgr.serving.http.kserve_grpc import SERVICE
 from tests.serving.fakes import LiveServer
 from tests.serving.versions.test_shared_memory import Two
 
-REQUESTS, RAW, RELOADS, TENSORS = 4_000, 1_000, 3, 800
+REQUESTS, RAW, RELOADS, TENSORS = 2_000, 400, 3, 400
 CODES = {"OK", "INVALID_ARGUMENT", "NOT_FOUND", "UNIMPLEMENTED", "RESOURCE_EXHAUSTED"}
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Two]:
     """A decoder that caches, and a scorer that keeps users."""
-    server = Two(tmp_path_factory.mktemp("two"), "server.explain=true")
+    server = Two(tmp_path_factory.mktemp("two"), "server.explain=true", "profiles.batch=1", "train.layers=1")
     yield server
     server.stop()
 

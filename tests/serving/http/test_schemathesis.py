@@ -28,7 +28,7 @@ from tests.serving.versions.test_catalog_changes import BODY_OF_UPLOAD, Rebuilds
 from tests.serving.versions.test_reload import Versions
 
 CLIENT_KEY, ADMIN_KEY = "cl13nt-k3y", "4dm1n"
-DRAWN = 12
+DRAWN = 6
 """Good requests that are drawn for an operation, and bad ones."""
 OFF = {"enabled": False}
 RECORDED = {"responses": False}

@@ -44,7 +44,11 @@ def asking(port: int) -> Ask:
 @pytest.fixture(scope="module")
 def decoder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ask]:
     folder = tmp_path_factory.mktemp("decoder")
-    server = decoders.Served(decoders.make_config(folder / "model", "cache.shadow=0", *settings(folder)))
+    server = decoders.Served(
+        decoders.make_config(
+            folder / "model", "cache.shadow=0", "profiles.batch=1", "train.layers=1", *settings(folder)
+        )
+    )
     yield asking(server.port)
     server.stop()
 

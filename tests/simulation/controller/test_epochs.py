@@ -8,7 +8,6 @@ from pathlib import Path
 from statistics import NormalDist
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -21,15 +20,21 @@ def world() -> World:
     return workload.world(workload.zipf_users(4000, 0.6), workload.zipf_rows(300_000_000, 0.88))
 
 
+characteristic_time, latency, service_s, steady_hits = map(
+    jax.jit, (epochs.characteristic_time, epochs.latency, epochs.service_s, epochs.steady_hits)
+)
+"""Each a program, where its operations one by one would be dozens."""
+
+
 def traffic(hot: float = 0.2, load: float = 1.0, events: float = 8000.0) -> Traffic:
-    return Traffic(jnp.float32(hot), jnp.float32(load), jnp.float32(events))
+    return Traffic(np.float32(hot), np.float32(load), np.float32(events))
 
 
 def test_hit_rates_are_those_of_an_lru_that_is_run() -> None:
     random = np.random.default_rng(0)
     mass = np.arange(1, 2001) ** -0.8
     mass /= mass.sum()
-    time = epochs.characteristic_time(jnp.ones(2000), jnp.asarray(mass, jnp.float32), jnp.float32(300.0))
+    time = characteristic_time(np.ones(2000, np.float32), mass.astype(np.float32), np.float32(300.0))
     predicted = float((mass * -np.expm1(-mass * float(time))).sum())
     kept: OrderedDict[int, None] = OrderedDict()
     hits = 0
@@ -46,11 +51,10 @@ def test_hit_rates_are_those_of_an_lru_that_is_run() -> None:
 
 def test_bins_change_hit_rates_little() -> None:
     mass = np.arange(1, 4001) ** -0.7
-    whole = epochs.characteristic_time(
-        jnp.ones(4000), jnp.asarray(mass / mass.sum(), jnp.float32), jnp.float32(500)
-    )
+    shares = (mass / mass.sum()).astype(np.float32)
+    whole = characteristic_time(np.ones(4000, np.float32), shares, np.float32(500))
     count, binned = workload.zipf(4000, 0.7, 24)
-    few = epochs.characteristic_time(jnp.asarray(count), jnp.asarray(binned), jnp.float32(500))
+    few = characteristic_time(count.astype(np.float32), binned.astype(np.float32), np.float32(500))
     rate = [
         float((m * -np.expm1(-m / c * float(t))).sum())
         for m, c, t in ((mass / mass.sum(), 1.0, whole), (binned, count, few))
@@ -59,22 +63,22 @@ def test_bins_change_hit_rates_little() -> None:
 
 
 def test_the_tail_is_that_of_a_queue_that_is_run(world: World) -> None:
-    now, hits = traffic(), Hits(jnp.float32(0.5), jnp.float32(0.1), jnp.float32(0.5))
-    found = epochs.latency(world, now, hits)
+    now, hits = traffic(), Hits(np.float32(0.5), np.float32(0.1), np.float32(0.5))
+    found = latency(world, now, hits)
     random = np.random.default_rng(1)
     number = 200_000
     lengths = random.choice(np.array(epochs.LENGTHS), number) * 8000.0
     kept = (random.random(number) < 0.2 * 0.5 + 0.8 * 0.1).astype(float)
-    service = np.asarray(epochs.service_s(world, jnp.asarray(lengths), jnp.asarray(kept), hits.rows))
+    service = np.asarray(service_s(world, lengths, kept, hits.rows))
     arrival = np.cumsum(random.exponential(1.0 / float(world.rate), number))
     done = 0.0
-    latency = np.empty(number)
+    times = np.empty(number)
     for at in range(number):
         done = max(done, arrival[at]) + service[at]
-        latency[at] = done - arrival[at]
+        times[at] = done - arrival[at]
     assert float(found.busy) == pytest.approx(service.sum() / arrival[-1], rel=0.02)
-    assert float(found.p99_s) == pytest.approx(np.quantile(latency, 0.99), rel=0.1)
-    assert float(found.late) == pytest.approx((latency > 0.03).mean(), abs=0.02)
+    assert float(found.p99_s) == pytest.approx(np.quantile(times, 0.99), rel=0.1)
+    assert float(found.late) == pytest.approx((times > 0.03).mean(), abs=0.02)
 
 
 def test_a_request_costs_what_the_formula_says(world: World) -> None:
@@ -82,27 +86,29 @@ def test_a_request_costs_what_the_formula_says(world: World) -> None:
     expected = (
         1e-3 + 6 * 3e-8 * new + 6 * 1.4e-11 * (new * 1020 - 0.5 * 1000**2) + new * 14 * 1024 * 0.5 / 32e9
     )
-    found = epochs.service_s(world, jnp.float32(1000), 0.0, jnp.float32(0.5))
+    found = service_s(world, np.float32(1000), 0.0, np.float32(0.5))
     assert float(found) == pytest.approx(expected, rel=1e-5)
-    kept = epochs.service_s(world, jnp.float32(1000), 1.0, jnp.float32(1.0))
+    kept = service_s(world, np.float32(1000), 1.0, np.float32(1.0))
     assert float(kept) == pytest.approx(1e-3 + 6 * 3e-8 * 120 + 6 * 1.4e-11 * 120 * 1020, rel=1e-5)
 
 
 def test_what_is_lost_is_lost_at_once_and_the_rest_comes_with_the_turnover(world: World) -> None:
-    low, high = (epochs.steady_hits(world, traffic(), jnp.float32(split)) for split in (0.3, 0.7))
+    low, high = (steady_hits(world, traffic(), np.float32(split)) for split in (0.3, 0.7))
     step = jax.jit(epochs.step)
-    end, mean, _ = step(world, traffic(), high, jnp.float32(0.3))
+    end, mean, _ = step(world, traffic(), high, np.float32(0.3))
     assert float(end.rows) == pytest.approx(float(low.rows), rel=1e-5)
     assert float(high.cold) < float(mean.cold) < float(end.cold) < float(low.cold)
     for _ in range(60):
-        end, mean, _ = step(world, traffic(), end, jnp.float32(0.3))
+        end, mean, _ = step(world, traffic(), end, np.float32(0.3))
     np.testing.assert_allclose([float(x) for x in end], [float(x) for x in low], rtol=1e-3)
 
 
 def test_the_best_split_is_inside_and_falls_with_hot_users(world: World) -> None:
-    grid = jnp.linspace(0.1, 0.9, 41)
+    grid = np.linspace(0.1, 0.9, 41, dtype=np.float32)
     of = jax.jit(jax.vmap(epochs.steady, (None, None, 0)))
-    best = [float(grid[int(of(world, traffic(hot), grid).p99_s.argmin())]) for hot in (0.2, 0.4, 0.6)]
+    best = [
+        float(grid[int(np.asarray(of(world, traffic(hot), grid).p99_s).argmin())]) for hot in (0.2, 0.4, 0.6)
+    ]
     assert best == sorted(best, reverse=True)
     assert 0.1 < best[2] < best[0] < 0.9
 

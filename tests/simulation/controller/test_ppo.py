@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ def test_advantages_are_the_sums_of_discounted_errors() -> None:
     for at in range(7):
         for later in range(at, 7):
             expected[at] += (0.95 * 0.95) ** (later - at) * errors[later]
-    np.testing.assert_allclose(ppo.advantages(rewards, values, last), expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(jax.jit(ppo.advantages)(rewards, values, last), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_the_loss_is_the_clipped_surrogate_the_value_and_the_entropy() -> None:
@@ -51,7 +52,17 @@ def test_the_loss_is_the_clipped_surrogate_the_value_and_the_entropy() -> None:
         entropy = -sum(p * np.log(p) for p in odds)
         expected += (-gain + 0.25 * (value[at] - goal[at]) ** 2 - 0.01 * entropy) / 9
     assert 0 < clipped <= 9
-    assert float(ppo.loss(logits, value, taken, advantage, goal)) == pytest.approx(expected, rel=1e-4)
+    assert float(jax.jit(ppo.loss)(logits, value, taken, advantage, goal)) == pytest.approx(
+        expected, rel=1e-4
+    )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def begun_at_once() -> Iterator[None]:
+    """Fresh weights are one program, where their operations one by one would be forty."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ppo.Trainer, "begin", jax.jit(ppo.Trainer.begin, static_argnums=0))
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -77,10 +88,10 @@ def test_a_training_writes_a_controller_that_serves_and_its_curves(trained: Path
 
 def test_the_numpy_actor_is_the_trained_network() -> None:
     net = ppo.ActorCritic()
-    params = net.init(jax.random.key(3), np.zeros(STATE, np.float32))
+    params = jax.jit(net.init)(jax.random.key(3), np.zeros(STATE, np.float32))
     assert sum(leaf.size for leaf in jax.tree.leaves(params)) == 9606  # HLEM-7's count
     states = np.random.default_rng(0).random((6, STATE)).astype(np.float32)
-    logits: Any = net.apply(params, states)
+    logits: Any = jax.jit(net.apply)(params, states)
     np.testing.assert_allclose(BasePolicy(ppo.arrays(params)).logits(states), logits[0], atol=1e-5)
 
 
@@ -89,39 +100,37 @@ def test_the_environment_gives_the_state_and_the_reward_of_the_policies() -> Non
     world = workload.random_world(random)
     limits = Limits(limit_ms=float(world.limit_s) * 1e3)
     now = epochs.Traffic(np.float32(0.3), np.float32(1.2), np.float32(9000))
-    hits = epochs.steady_hits(world, now, np.float32(0.4))
-    found = epochs.latency(world, now, hits)
+    hits = jax.jit(epochs.steady_hits)(world, now, np.float32(0.4))
+    found = jax.jit(epochs.latency)(world, now, hits)
     told = Signals(
         0.3,
-        float(hits.users(0.3)),
+        0.3 * float(hits.hot) + 0.7 * float(hits.cold),
         float(hits.rows),
         9000.0,
         float(found.late),
         float(found.p99_s) * 1e3,
         200,
     )
-    seen = np.mean(
-        [
-            ppo.observe(world, now, hits, found, np.float32(0.4), key)
-            for key in jax.random.split(jax.random.key(0), 400)
-        ],
-        axis=0,
-    )
-    np.testing.assert_allclose(seen, state(told, 0.4, limits), atol=0.01)
-    assert float(ppo.reward(world, found)) == pytest.approx(reward(told, limits), rel=1e-4)
+    keys = jax.random.split(jax.random.key(0), 400)
+    of_all = jax.jit(jax.vmap(ppo.observe, (None, None, None, None, None, 0)))
+    seen = np.asarray(of_all(world, now, hits, found, np.float32(0.4), keys))
+    np.testing.assert_allclose(seen.mean(0), state(told, 0.4, limits), atol=0.01)
+    got, worth = jax.jit(lambda *of: (ppo.reward(*of), ppo.worth(*of)))(world, found)
+    assert float(got) == pytest.approx(reward(told, limits), rel=1e-4)
     tail = min(told.p99_ms / limits.limit_ms, 4.0)
-    assert float(ppo.worth(world, found)) == pytest.approx(-math.log(tail), rel=1e-4, abs=1e-5)
+    assert float(worth) == pytest.approx(-math.log(tail), rel=1e-4, abs=1e-5)
 
 
 def test_what_a_split_that_stays_gets_is_what_a_policy_that_does_nothing_gets() -> None:
     random = np.random.default_rng(1)
     world, traffic = workload.random_world(random), workload.traffic("burst", random, 12)
     key = jax.random.key(0)
-    env, got = ppo.reset(world, traffic, np.float32(0.5), key), []
+    env, got = jax.jit(ppo.reset)(world, traffic, np.float32(0.5), key), []
+    act = jax.jit(ppo.act)
     for _ in range(12):
-        env, worth, reward = ppo.act(world, traffic, env, np.int32(ACTIONS.index(0.0)), key)
+        env, worth, reward = act(world, traffic, env, np.int32(ACTIONS.index(0.0)), key)
         got.append((float(worth), float(reward)))
-    found = np.stack(ppo.fixed(world, traffic, np.float32(0.5)), 1)
+    found = np.stack(jax.jit(ppo.fixed)(world, traffic, np.float32(0.5)), 1)
     np.testing.assert_allclose(found, got, rtol=1e-5, atol=1e-6)
 
 
@@ -152,7 +161,12 @@ def test_a_training_without_a_folder_or_with_a_loss_that_is_not_finite_is_an_err
     train = TrainConfig(model="controller", steps=2, batch=3)
     with pytest.raises(ConfigError, match=r"train\.out"):
         training.train_controller(train, lambda *told: None)
-    wild = dataclasses.replace(train, out=str(tmp_path))
-    monkeypatch.setattr(training, "_trainer", lambda rate: ppo.Trainer(float("nan")))
+    wild = dataclasses.replace(train, out=str(tmp_path), learning_rate=1e-3)  # a trainer that is compiled
+
+    def sample(*of: Any) -> Any:
+        return jax.tree.map(lambda x: x * np.float32("nan"), drawn(*of))
+
+    drawn = training.sample
+    monkeypatch.setattr(training, "sample", sample)
     with pytest.raises(ConfigError, match=r"lower train\.learning_rate"):
         training.train_controller(wild, lambda *told: None)
