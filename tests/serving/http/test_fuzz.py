@@ -25,7 +25,7 @@ from jgr.serving.http.kserve_grpc import SERVICE
 from tests.serving.fakes import LiveServer
 from tests.serving.versions.test_shared_memory import Two
 
-REQUESTS, RAW, RELOADS, TENSORS = 2_000, 400, 3, 400
+REQUESTS, RAW, RELOADS, TENSORS = 3_000, 500, 3, 400
 CODES = {"OK", "INVALID_ARGUMENT", "NOT_FOUND", "UNIMPLEMENTED", "RESOURCE_EXHAUSTED"}
 
 
