@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from jgr.catalog.catalog import load_catalog
-from jgr.cli.main import run
+from tests.evaluation.commands import command
 from tests.training.shortcuts import without_curves
 
 FOLDER = "amazon-industrial-minionerec"
@@ -37,9 +37,9 @@ def test_train_and_evaluate_on_the_real_catalog(
         "--set=train.mlp=32",
     ]
     with without_curves():
-        assert run(["train", *settings]) == 0
+        assert command("train", *settings) == 0
     assert capsys.readouterr().out.strip() == str(tmp_path / "model")
-    assert run(["evaluate", *settings, "--limit=40"]) == 0
+    assert command("evaluate", *settings, "--limit=40") == 0
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert report["examples"] == 40
     assert report["returned"] == 400  # ten items of the catalog for each, none invented

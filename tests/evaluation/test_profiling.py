@@ -97,7 +97,7 @@ def profile(*argv: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 def test_a_models_stages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from jgr.cli.main import run
+    from tests.evaluation.commands import command
     from tests.serving.tiny_model import make_folder
 
     make_folder(tmp_path / "tiny", depth=2)
@@ -130,13 +130,13 @@ def test_a_models_stages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert len(longest) == 6 and all(op["ms"] > 0 for op in longest)
 
     # What is refused needs no process of its own.
-    again = ["profile", *settings, f"--requests_file={requests}"]
-    assert run([*again, f"--out={tmp_path / 'trace'}"]) == 2
+    again = ("profile", *settings, f"--requests_file={requests}")
+    assert command(*again, f"--out={tmp_path / 'trace'}") == 2
     assert "is not empty" in capsys.readouterr().err
     for line, message in (
         ('{"history": ["B001"], "candidates": ["B077"]}', "item 'B077' is not in the catalog"),
         ('{"history": 3}', "requests.jsonl:1: history"),
     ):
         requests.write_text(line + "\n")
-        assert run(again) == 2
+        assert command(*again) == 2
         assert message in capsys.readouterr().err

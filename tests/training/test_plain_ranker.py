@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import functools
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -67,12 +69,17 @@ def text_of(cfg: Config) -> PlainText:
     return plain_ranker.prompt_text(cfg, ranker.ranker_tokenizer(cfg, catalog), catalog)
 
 
+def laying_out(text: PlainText) -> Callable[..., Any]:
+    """Compiled: step by step, each of its operations would be a program of its own."""
+    return jax.jit(functools.partial(plain_ranker.lay_out, text))
+
+
 def test_what_is_trained_on_is_what_the_server_would_build(tmp_path: Path) -> None:
     cfg, catalog = plain(tmp_path), ring().catalog
     tokenizer = ranker.ranker_tokenizer(cfg, catalog)
     prompts = PromptBuilder(cfg.prompt, tokenizer, catalog)
     segments = SegmentPrompts(cfg.rank, tokenizer, catalog)
-    made = plain_ranker.lay_out(text_of(cfg), padded(HISTORIES, 6), jnp.asarray(LISTED))
+    made = laying_out(text_of(cfg))(padded(HISTORIES, 6), jnp.asarray(LISTED))
     for at, (history, listed) in enumerate(zip(HISTORIES, LISTED, strict=True)):
         prompt = segments.prompt(Content.of(prompts.user(history)), listed, int(history[-1]))
         arranged = arrange(prompt, CAUSAL)
@@ -90,13 +97,13 @@ def test_what_is_trained_on_is_what_the_server_would_build(tmp_path: Path) -> No
 def test_a_prompt_that_is_too_long_loses_the_first_of_its_history(tmp_path: Path) -> None:
     cfg = plain(tmp_path, "rank.tokens=26")
     history, listed = padded(HISTORIES, 6), jnp.asarray(LISTED)
-    short = plain_ranker.lay_out(text_of(cfg), history, listed)
-    whole = plain_ranker.lay_out(text_of(plain(tmp_path)), history, listed)
+    short_of, whole_of = (laying_out(text_of(of)) for of in (cfg, plain(tmp_path)))
+    short, whole = short_of(history, listed), whole_of(history, listed)
     assert short.tokens.shape[1] == 26 and (short.lengths <= 26).all() and (whole.lengths > 26).any()
     for at, rows in enumerate(HISTORIES):
         left = int((np.asarray(short.ends[at]) >= 0).sum())
         assert left >= 1, "the last item is always there"
-        fewer = plain_ranker.lay_out(text_of(plain(tmp_path)), padded([rows[-left:]], 6), listed[at : at + 1])
+        fewer = whole_of(padded([rows[-left:]], 6), LISTED[at : at + 1])
         length = int(short.lengths[at])
         assert int(fewer.lengths[0]) == length
         assert short.tokens[at, :length].tolist() == fewer.tokens[0, :length].tolist()

@@ -81,6 +81,7 @@ def test_what_is_trained_on_is_what_the_server_would_build(tmp_path: Path, instr
         SegmentPrompts(cfg.rank, tokenizer, catalog),
     )
     history, candidates = np.array([3, 1, 4], np.int32), np.array([7, 2, 9, 5], np.int32)
+    lay_out = jax.jit(functools.partial(ranker.lay_out, text_of(cfg)))
     for layout in (USER_PREFIX, ITEM_PREFIX):
         wanted = {
             (token, segment.number, int(segment.kind), segment.offset + i, int(layout.bits[segment.kind]))
@@ -90,9 +91,7 @@ def test_what_is_trained_on_is_what_the_server_would_build(tmp_path: Path, instr
             for i, token in enumerate(segment.tokens.tolist())
         }
         rows, listed = padded([history], 5), padded([candidates], 4)
-        tokens, described, sees = ranker.lay_out(
-            text_of(cfg), rows, listed, jnp.array([layout == ITEM_PREFIX])
-        )
+        tokens, described, sees = lay_out(rows, listed, jnp.array([layout == ITEM_PREFIX]))
         columns = (tokens, described.segment, described.kind, described.position, sees)
         real = np.asarray(described.request)[0] >= 0
         found = list(zip(*(np.asarray(x)[0][real].tolist() for x in columns), strict=True))
@@ -255,11 +254,12 @@ def test_the_pairs_that_are_left_out_are_those_that_nothing_sees(tmp_path: Path)
 def test_negatives_are_drawn_by_weight_without_repetition() -> None:
     weights = jnp.log(jnp.array([0.6, 0.2, 0.1, 0.05, 0.05]))
     history, target = jnp.full((4000, 2), -1).at[:, 0].set(4), jnp.full(4000, 3)
-    drawn = np.asarray(ranker.draw_candidates(KEY, weights, history, target, 2))
+    draw = jax.jit(ranker.draw_candidates, static_argnums=4)
+    drawn = np.asarray(draw(KEY, weights, history, target, 2))
     assert (drawn[:, 0] == 3).all() and (drawn[:, 1] != drawn[:, 2]).all() and not (drawn == 4).any()
     both = 0.6 / 0.9 * (0.2 / 0.3) + 0.2 / 0.9 * (0.6 / 0.7)  # items 0 and 1, in either order
     assert abs(np.mean(np.sort(drawn[:, 1:], axis=1) == [0, 1], axis=0)[1] - both) < 0.03
-    few = np.asarray(ranker.draw_candidates(KEY, jnp.zeros(5), jnp.array([[0, 1, 2]]), jnp.array([3]), 3))
+    few = np.asarray(draw(KEY, jnp.zeros(5), jnp.array([[0, 1, 2]]), jnp.array([3]), 3))
     assert few.tolist() == [[3, 4, -1, -1]]  # the others are of the history
 
 
