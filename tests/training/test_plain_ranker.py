@@ -123,9 +123,10 @@ def test_the_loss_is_that_of_the_target_and_of_every_next_item(tmp_path: Path) -
     drawn = ranker.draw_candidates(candidates_key, log_weights(history), history, jnp.array([window[cut]]), 3)
     order = np.argsort(np.asarray(jax.random.uniform(order_key, (1, 4)))[0])
     listed = np.asarray(drawn)[:, order]
-    made = plain_ranker.lay_out(text, history, jnp.asarray(listed))
-    hidden = decoder.prefill(weights, model, made.tokens, made.lengths, attention="reference").hidden[0]
-    logits = np.asarray(hidden @ weights.output_rows[text.own].T, np.float64)
+    made = laying_out(text)(history, jnp.asarray(listed))
+    prefill = jax.jit(functools.partial(decoder.prefill, attention="reference"), static_argnums=1)
+    hidden = np.asarray(prefill(weights, model, made.tokens, made.lengths).hidden[0])
+    logits = (hidden @ np.asarray(weights.output_rows)[text.own].T).astype(np.float64)
     last = logits[int(made.lengths[0]) - 1, listed[0]]
     wanted = np.log(np.exp(last).sum()) - last[listed[0].tolist().index(window[cut])]
     next_item = [
