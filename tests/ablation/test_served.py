@@ -11,7 +11,7 @@ import pytest
 from jgr.ablation import worlds
 from jgr.ablation.bat import BAT
 from jgr.ablation.measure import TOLERANCE, Found, measure
-from jgr.ablation.system import ALL, NONE, configured, variants
+from jgr.ablation.system import ALL, NONE, Variant, configured, variants
 from jgr.ablation.traffic import Request
 from jgr.client.embedded import Engine
 from jgr.config import override
@@ -63,7 +63,11 @@ def requests(world: worlds.World) -> list[Request]:
 def found(world: worlds.World, requests: list[Request]) -> Found:
     chosen = [one for one in variants(BAT) if one.name in (ALL, USERS_CACHED, ITEMS_CACHED, NONE)]
     rounds = [[[request] for request in requests]]  # one after the other, in one round
-    return measure(BAT, chosen, lambda one: Engine(configured(world.config, one.settings)), rounds)
+
+    def engine(one: Variant) -> Engine:
+        return Engine(configured(world.config, one.settings), kinds=["rank"])
+
+    return measure(BAT, chosen, engine, rounds)
 
 
 def by_name(found: Found) -> dict[str, dict[str, int]]:

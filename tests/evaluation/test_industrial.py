@@ -4,26 +4,22 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from jgr.catalog.catalog import load_catalog
+from tests.evaluation.commands import command
+from tests.training.shortcuts import without_curves
 
 FOLDER = "amazon-industrial-minionerec"
 
 
-def jgr(*arguments: str) -> str:
-    """Run the command in a process of its own; its stdout."""
-    command = [sys.executable, "-c", "import sys; from jgr.cli.main import run; sys.exit(run())", *arguments]
-    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-
-
 @pytest.mark.data(FOLDER)
 @pytest.mark.slow
-def test_train_and_evaluate_on_the_real_catalog(dataset: Path, tmp_path: Path) -> None:
+def test_train_and_evaluate_on_the_real_catalog(
+    dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     settings = [
         "--config=configs/industrial.py",
         f"--set=data.path={dataset}",
@@ -40,8 +36,11 @@ def test_train_and_evaluate_on_the_real_catalog(dataset: Path, tmp_path: Path) -
         "--set=train.hidden=32",
         "--set=train.mlp=32",
     ]
-    assert jgr("train", *settings).strip() == str(tmp_path / "model")
-    report = json.loads(jgr("evaluate", *settings, "--limit=40").splitlines()[-1])
+    with without_curves():
+        assert command("train", *settings) == 0
+    assert capsys.readouterr().out.strip() == str(tmp_path / "model")
+    assert command("evaluate", *settings, "--limit=40") == 0
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert report["examples"] == 40
     assert report["returned"] == 400  # ten items of the catalog for each, none invented
     assert report["catalog_version"] == load_catalog(dataset / "index.json.gz").version

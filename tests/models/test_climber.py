@@ -74,8 +74,10 @@ FEATURES["genre"][:, :, 2] = 0
 
 
 @functools.cache
-def compiled(cfg: ClimberConfig, name: str) -> Any:
-    return jax.jit(functools.partial(getattr(climber, name), cfg=cfg))
+def compiled(cfg: ClimberConfig, name: str, build: Build = "fused") -> Any:
+    """Also the build of single operations, of which each would be a program of its own:
+    tests/serving/scorers/test_builds.py runs it as it is served."""
+    return jax.jit(functools.partial(getattr(climber, name), cfg=cfg, build=build))
 
 
 def scores(
@@ -247,10 +249,11 @@ def test_the_programs_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_single_operations_compute_the_same() -> None:
     """Also of a Climber without times, actions and features."""
     weights, want = climber.by_layer(draw(PLAIN)), scores(PLAIN)
-    got = climber.rank(weights, PLAIN, EVENTS, ROWS, {}, build="op_by_op")
+    given: Any = dict(rows=ROWS, features={})
+    got = compiled(PLAIN, "rank", "op_by_op")(weights, events=EVENTS, **given)
     np.testing.assert_allclose(got, want, atol=2e-6)
-    user = climber.read(weights, PLAIN, EVENTS, build="op_by_op")
-    got = climber.score(weights, PLAIN, user, ROWS, {}, build="op_by_op")
+    user = compiled(PLAIN, "read", "op_by_op")(weights, events=EVENTS)
+    got = compiled(PLAIN, "score", "op_by_op")(weights, user=user, **given)
     np.testing.assert_allclose(got, want, atol=2e-6)
 
 
@@ -262,7 +265,8 @@ def test_gradients_are_those_of_differences() -> None:
         user = climber.read(weights, PLAIN, EVENTS, build=build)
         return jnp.log(climber.score(weights, PLAIN, user, ROWS, {}, build=build)).sum()
 
-    fused, xla = (jax.tree.leaves(jax.jit(jax.grad(loss), static_argnums=1)(weights, b)) for b in PROGRAMS)
+    gradients = jax.jit(jax.grad(loss), static_argnums=1)
+    fused, xla = ([np.asarray(x) for x in jax.tree.leaves(gradients(weights, b))] for b in PROGRAMS)
     for of_fused, of_xla in zip(fused, xla, strict=True):
         np.testing.assert_allclose(of_fused, of_xla, rtol=1e-3, atol=2e-4)
     leaves, tree = jax.tree.flatten(weights)
@@ -353,11 +357,12 @@ def test_keys_and_values_of_another_now_are_renewed(cfg: ClimberConfig, build: B
     """As for a user who asks again later: only the last events depend on now, and are computed again."""
     weights = draw(cfg) if build != "op_by_op" else climber.by_layer(draw(cfg))
     later = EVENTS._replace(now=EVENTS.now + np.array([1, 10**6, 90_000, 10**6], np.int32))
-    kept = climber.read(weights, cfg, EVENTS, build=build)
-    user = climber.renew(weights, cfg, kept.k, kept.v, later, build=build)
-    found = climber.score(weights, cfg, user, ROWS, FEATURES, build=build)
+    kept = compiled(cfg, "read", build)(weights, events=EVENTS)
+    user = compiled(cfg, "renew", build)(weights, k=kept.k, v=kept.v, events=later)
+    score = functools.partial(compiled(cfg, "score", build), weights, rows=ROWS, features=FEATURES)
+    found = score(user=user)
     np.testing.assert_allclose(found, scores(cfg, events=later), atol=1e-5)
-    old = climber.score(weights, cfg, kept, ROWS, FEATURES, build=build)
+    old = score(user=kept)
     assert np.abs(old - found).max(axis=(1, 2))[[1, 3]].min() > 1e-4
     stale = user._replace(k=kept.k, v=kept.v)  # the last events as they were
-    assert np.abs(climber.score(weights, cfg, stale, ROWS, FEATURES, build=build) - found).max() > 1e-5
+    assert np.abs(score(user=stale) - found).max() > 1e-5

@@ -24,6 +24,7 @@ from jgr.models.hstu_costs import Work, cost, of_history
 from jgr.models.params import CheckpointError, Spec
 from jgr.training.retriever import softmax_loss, train_retriever
 from jgr.training.windows import Windows
+from tests.training.shortcuts import without_curves
 from tests.training.test_trainer import rule_config, rule_dataset
 from tools.hstu_golden import ATOL, GOLDEN, INPUTS, golden, golden_config, next_times
 from tools.hstu_parity import FILES, comparisons, grown
@@ -186,7 +187,8 @@ def test_it_learns_what_times_alone_tell(tmp_path: Path) -> None:
         rule_config(tmp_path / "hstu"), "train.model=hstu", "train.times=true", "train.temperature=0.1",
         "train.steps=100", "train.batch=60", "train.learning_rate=1e-2",
     )  # fmt: skip
-    train_retriever(config, dataset)
+    with without_curves():
+        train_retriever(config, dataset)
     cfg, weights = retrievers.load_for(tmp_path / "hstu", dataset.catalog.item_ids)
     assert isinstance(cfg, HstuConfig) and cfg.timed and cfg.length == config.train.max_items + 11
     test = dataset.interactions.test

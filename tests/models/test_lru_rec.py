@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -25,6 +26,7 @@ from jgr.models.params import CheckpointError
 from jgr.training.progress import RunFolder
 from jgr.training.retriever import softmax_loss, train_retriever
 from tests.noise import noisy
+from tests.training.shortcuts import equal_steps_compiled_once, without_curves
 from tests.training.test_trainer import KEY, rule_config, rule_dataset
 
 CFG = LruRecConfig(n_items=10, max_items=6, hidden=8, layers=2, mlp=32, items="v")
@@ -38,6 +40,12 @@ WALKS = (
 
 
 recurrence = jax.jit(lru_rec.recurrence)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cheap_trainings() -> Iterator[None]:
+    with without_curves(), equal_steps_compiled_once():
+        yield
 
 
 def draw(cfg: LruRecConfig) -> LruRecParams:
@@ -201,8 +209,8 @@ def ring(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Dataset]:
     """A folder trained on the ring where an item's successor always follows."""
     folder, dataset = tmp_path_factory.mktemp("lru") / "ring", rule_dataset()
     config = override(
-        rule_config(folder), "train.model=lrurec", "train.evaluate_every=20", "train.patience=2",
-        "train.steps=200", "train.checkpoint_every=500",
+        rule_config(folder), "train.model=lrurec", "train.evaluate_every=75", "train.patience=2",
+        "train.steps=150", "train.checkpoint_every=500",
     )  # fmt: skip
     train_retriever(config, dataset, validate=validation.retriever_recall(config, dataset))
     return folder, dataset

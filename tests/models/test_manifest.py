@@ -24,6 +24,7 @@ from jgr.serving.versions.sources import _load_again, configurations
 from jgr.training.generator import train_generator
 from jgr.training.retriever import train_retriever
 from tests.serving.tiny_model import N_ITEMS, make_catalog, make_folder, shuffled_catalog
+from tests.training.shortcuts import without_curves
 
 METRICS = {"steps": 7.0, "recall@10": 0.25}
 
@@ -208,7 +209,8 @@ def test_trainings_write_it_with_what_they_reached(tmp_path: Path) -> None:
     )
     generator = override(config, f"train.out={tmp_path / 'generator'}")
     measured = iter((0.5, 0.25))  # the first step is the better one
-    folder = train_generator(generator, dataset, validate=lambda cfg, params: next(measured))
+    with without_curves():
+        folder = train_generator(generator, dataset, validate=lambda cfg, params: next(measured))
     found = manifest.read(folder)
     assert found is not None and found.catalog.version == dataset.catalog.version
     assert found.metrics == {"steps": 1.0, "recall@10": 0.5}
@@ -219,7 +221,8 @@ def test_trainings_write_it_with_what_they_reached(tmp_path: Path) -> None:
     retriever = override(
         config, f"train.out={tmp_path / 'sasrec'}", "train.model=sasrec", "train.evaluate_every=0"
     )
-    found = manifest.read(train_retriever(retriever, dataset))
+    with without_curves():
+        found = manifest.read(train_retriever(retriever, dataset))
     assert found is not None and found.metrics == {"steps": 2.0}
 
 

@@ -132,7 +132,7 @@ def test_a_folder_is_rounded_as_numpy_rounds_its_arrays(
     _, found = hf.load(HF / family, jnp.float32, kind=kind)
     assert (kind_of(whole), kind_of(found)) == ("", kind)
     for name in MATRICES:
-        given, made = np.asarray(getattr(whole.layers, name)), getattr(found.layers, name)
+        given, made = (jax.tree.map(np.asarray, getattr(of.layers, name)) for of in (whole, found))
         for layer in range(cfg.layers):
             want = rounded(given[layer], kind)
             np.testing.assert_array_equal(made.values[layer], want.values)
@@ -147,7 +147,7 @@ def test_a_folder_is_rounded_as_numpy_rounds_its_arrays(
         # The other kind of folder holds the same.
         checkpoint.save(tmp_path / "own", cfg, whole)
         again = checkpoint.load(tmp_path / "own", jnp.float32, kind=kind)[1]
-        assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), found, again))
+        jax.tree.map(np.testing.assert_array_equal, found, again)
 
 
 def test_onerec_is_rounded_unless_it_has_experts(tmp_path: Path) -> None:

@@ -107,17 +107,18 @@ def test_a_retriever_adds_the_weights_and_changes_nothing_else(name: str) -> Non
     np.testing.assert_array_equal(ranked, np.argsort(-wanted, axis=1))
 
     scorer = scorers.scorer(cfg)
+    read, score = jax.jit(scorer.read, static_argnums=1), jax.jit(scorer.score, static_argnums=1)
     nothing = jnp.zeros(rows.shape, jnp.int32)
     users = scorers.Users(jnp.asarray(rows), nothing, nothing, nothing[:, 0], nothing[:, :0], nothing[:, 0])
     asked = np.tile(np.arange(ITEMS, dtype=np.int32)[::-1], (len(rows), 1))
     ages = np.stack([repeats.buckets_of(row, own) for row, own in zip(rows, asked, strict=True)])
-    state = scorer.read(params, cfg, users)
+    state = read(params, cfg, users)
     given = scorers.Candidates(jnp.asarray(asked), {}, jnp.asarray(ages))
     np.testing.assert_allclose(
-        np.asarray(scorer.score(params, cfg, state, given))[..., 0], wanted[:, ::-1], atol=1e-5
+        np.asarray(score(params, cfg, state, given))[..., 0], wanted[:, ::-1], atol=1e-5
     )
     with pytest.raises(ValueError, match="ages"):
-        scorer.score(params, cfg, state, given._replace(ages=None))
+        score(params, cfg, state, given._replace(ages=None))
 
 
 @pytest.mark.parametrize("name", retrievers.MODELS)

@@ -85,7 +85,8 @@ def test_a_retrievers_scores_are_those_it_retrieves_by(name: str) -> None:
         params = replace(params, bias=jax.random.normal(jax.random.key(1), params.bias.shape))
     given = users()
     rows = np.random.default_rng(2).integers(0, ITEMS, (3, 17)).astype(np.int32)
-    found = model.score(params, cfg, model.read(params, cfg, given), Candidates(jnp.asarray(rows), {}))
+    read, score = (jax.jit(of, static_argnums=1) for of in (model.read, model.score))
+    found = score(params, cfg, read(params, cfg, given), Candidates(jnp.asarray(rows), {}))
     every = np.take_along_axis(np.asarray(retrievers.scores_after(params, given.rows, cfg=cfg)), rows, axis=1)
     np.testing.assert_allclose(np.asarray(found)[..., 0], every, rtol=1e-6, atol=1e-6 * np.abs(every).max())
 
@@ -97,7 +98,7 @@ def test_many_candidates_are_scored_by_the_whole_table_to_the_same(name: str) ->
     params, given = initialize(model.spec(cfg), jax.random.key(0)), users()
     score = jax.jit(partial(model.score, cfg=cfg))
     rows = np.random.default_rng(3).integers(-1, ITEMS, (3, scorers.MANY)).astype(np.int32)
-    state = model.read(params, cfg, given)
+    state = jax.jit(model.read, static_argnums=1)(params, cfg, given)
     many = Candidates(rows, {})
     assert f"{rows.shape[1]},8]" not in score.lower(params, state=state, candidates=many).compile().as_text()
     few = [

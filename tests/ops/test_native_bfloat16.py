@@ -163,7 +163,7 @@ def test_weights_are_tiled_when_they_are_laid_out(model: Decoder) -> None:
     )
     assert laid.embed is weights.embed and laid.layers.mlp_norm is weights.layers.mlp_norm
     assert laid_out(weights, devices=2) is weights
-    whole = jax.tree.map(lambda x: x.astype(jnp.float32), weights)
+    whole = as_type(weights, np.float32)
     assert laid_out(whole) is whole
 
     tokens, lengths = jax.random.randint(jax.random.key(2), (2, 130), 0, 300), jnp.array([77, 130])
@@ -270,7 +270,12 @@ def model(request: pytest.FixtureRequest) -> Decoder:
         family=request.param, tied=True, max_position=512, **sizes, **FAMILIES[request.param]
     )
     weights = noisy(params.initialize(decoder.spec(cfg), jax.random.key(0)), 0.05)
-    return cfg, jax.tree.map(lambda x: x.astype(HALF), weights)
+    return cfg, as_type(weights, HALF)
+
+
+def as_type(weights: Any, dtype: Any) -> Any:
+    """By numpy: jax would compile a program for every shape."""
+    return jax.tree.map(lambda x: jnp.asarray(np.asarray(x).astype(dtype)), weights)
 
 
 def both(run: Callable[[Any], Any], weights: Any) -> tuple[str, list[Array], list[Array]]:
@@ -280,16 +285,16 @@ def both(run: Callable[[Any], Any], weights: Any) -> tuple[str, list[Array], lis
     got = program.compile()(weights)
     native.use(False)
     try:
-        want = jax.jit(lambda w: run(w), compiler_options=CHEAP)(
-            jax.tree.map(lambda x: x.astype(jnp.float32), weights)
-        )
+        want = jax.jit(lambda w: run(w), compiler_options=CHEAP)(as_type(weights, np.float32))
     finally:
         native.use(True)
     assert all(x.dtype == HALF for x in jax.tree.leaves(got))
     return program.as_text(), *([np.asarray(x, np.float32) for x in jax.tree.leaves(y)] for y in (got, want))
 
 
-@pytest.mark.parametrize("count", [1, 5])
+@pytest.mark.parametrize(
+    ("model", "count"), [*((family, 5) for family in FAMILIES), ("qwen3", 1)], indirect=["model"]
+)
 def test_prompts_of_decoders(model: Decoder, count: int) -> None:
     """Last hidden states, keys and values."""
     cfg, weights = model

@@ -57,7 +57,7 @@ def test_it_learns_the_rule(tmp_path: Path) -> None:
     dataset = rule_dataset()
     config = override(
         rule_config(tmp_path / "ring"), "train.model=onerec", "prompt.template={history}", "prompt.max_items=5",
-        "train.max_items=5", "train.steps=150", "train.dropout=0.05",
+        "train.max_items=5", "train.steps=120", "train.dropout=0.05",
     )  # fmt: skip
     train_generator(config, dataset)
     np.testing.assert_array_equal(best_items(config, dataset), dataset.interactions.test.targets)

@@ -28,7 +28,7 @@ from jgr.training.generator import decoder_config
 from jgr.training.letter_ranker import LetterText, Targets
 from jgr.training.ranker_training import train_ranker
 from tests.serving.decoders.dense import Dense
-from tests.training.test_plain_ranker import HISTORIES, LISTED, plain, ring
+from tests.training.test_plain_ranker import HISTORIES, LISTED, laying_out, plain, ring
 from tests.training.test_ranker import KEY, padded
 
 
@@ -56,7 +56,7 @@ def test_prompts_and_letters_are_the_servers(tmp_path: Path) -> None:
         PromptBuilder(cfg.prompt, tokenizer, catalog),
         SegmentPrompts(cfg.rank, tokenizer, catalog),
     )
-    made = plain_ranker.lay_out(text.plain, padded(HISTORIES, 6), jnp.asarray(LISTED))
+    made = laying_out(text.plain)(padded(HISTORIES, 6), jnp.asarray(LISTED))
     ends = letter_ranker.candidate_ends(text.plain, made, jnp.asarray(LISTED))
     for at, (history, listed) in enumerate(zip(HISTORIES, LISTED, strict=True)):
         prompt = arrange(segments.prompt(Content.of(prompts.user(history)), listed, int(history[-1])), CAUSAL)

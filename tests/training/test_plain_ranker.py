@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import functools
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +19,6 @@ from jgr.catalog.catalog import Catalog
 from jgr.config import Config, ConfigError
 from jgr.data.datasets import Dataset
 from jgr.data.interactions import leave_one_out
-from jgr.evaluation import validation
 from jgr.models import checkpoint, decoder, params
 from jgr.models.decoder import DecoderConfig, DecoderParams
 from jgr.prompt.candidates import SegmentPrompts
@@ -68,12 +69,17 @@ def text_of(cfg: Config) -> PlainText:
     return plain_ranker.prompt_text(cfg, ranker.ranker_tokenizer(cfg, catalog), catalog)
 
 
+def laying_out(text: PlainText) -> Callable[..., Any]:
+    """Compiled: step by step, each of its operations would be a program of its own."""
+    return jax.jit(functools.partial(plain_ranker.lay_out, text))
+
+
 def test_what_is_trained_on_is_what_the_server_would_build(tmp_path: Path) -> None:
     cfg, catalog = plain(tmp_path), ring().catalog
     tokenizer = ranker.ranker_tokenizer(cfg, catalog)
     prompts = PromptBuilder(cfg.prompt, tokenizer, catalog)
     segments = SegmentPrompts(cfg.rank, tokenizer, catalog)
-    made = plain_ranker.lay_out(text_of(cfg), padded(HISTORIES, 6), jnp.asarray(LISTED))
+    made = laying_out(text_of(cfg))(padded(HISTORIES, 6), jnp.asarray(LISTED))
     for at, (history, listed) in enumerate(zip(HISTORIES, LISTED, strict=True)):
         prompt = segments.prompt(Content.of(prompts.user(history)), listed, int(history[-1]))
         arranged = arrange(prompt, CAUSAL)
@@ -91,13 +97,13 @@ def test_what_is_trained_on_is_what_the_server_would_build(tmp_path: Path) -> No
 def test_a_prompt_that_is_too_long_loses_the_first_of_its_history(tmp_path: Path) -> None:
     cfg = plain(tmp_path, "rank.tokens=26")
     history, listed = padded(HISTORIES, 6), jnp.asarray(LISTED)
-    short = plain_ranker.lay_out(text_of(cfg), history, listed)
-    whole = plain_ranker.lay_out(text_of(plain(tmp_path)), history, listed)
+    short_of, whole_of = (laying_out(text_of(of)) for of in (cfg, plain(tmp_path)))
+    short, whole = short_of(history, listed), whole_of(history, listed)
     assert short.tokens.shape[1] == 26 and (short.lengths <= 26).all() and (whole.lengths > 26).any()
     for at, rows in enumerate(HISTORIES):
         left = int((np.asarray(short.ends[at]) >= 0).sum())
         assert left >= 1, "the last item is always there"
-        fewer = plain_ranker.lay_out(text_of(plain(tmp_path)), padded([rows[-left:]], 6), listed[at : at + 1])
+        fewer = whole_of(padded([rows[-left:]], 6), LISTED[at : at + 1])
         length = int(short.lengths[at])
         assert int(fewer.lengths[0]) == length
         assert short.tokens[at, :length].tolist() == fewer.tokens[0, :length].tolist()
@@ -117,9 +123,10 @@ def test_the_loss_is_that_of_the_target_and_of_every_next_item(tmp_path: Path) -
     drawn = ranker.draw_candidates(candidates_key, log_weights(history), history, jnp.array([window[cut]]), 3)
     order = np.argsort(np.asarray(jax.random.uniform(order_key, (1, 4)))[0])
     listed = np.asarray(drawn)[:, order]
-    made = plain_ranker.lay_out(text, history, jnp.asarray(listed))
-    hidden = decoder.prefill(weights, model, made.tokens, made.lengths, attention="reference").hidden[0]
-    logits = np.asarray(hidden @ weights.output_rows[text.own].T, np.float64)
+    made = laying_out(text)(history, jnp.asarray(listed))
+    prefill = jax.jit(functools.partial(decoder.prefill, attention="reference"), static_argnums=1)
+    hidden = np.asarray(prefill(weights, model, made.tokens, made.lengths).hidden[0])
+    logits = (hidden @ np.asarray(weights.output_rows)[text.own].T).astype(np.float64)
     last = logits[int(made.lengths[0]) - 1, listed[0]]
     wanted = np.log(np.exp(last).sum()) - last[listed[0].tolist().index(window[cut])]
     next_item = [
@@ -132,9 +139,8 @@ def test_the_loss_is_that_of_the_target_and_of_every_next_item(tmp_path: Path) -
 
 
 def test_it_learns_the_rule_and_its_scores_are_the_served_ones(tmp_path: Path) -> None:
-    cfg = plain(tmp_path / "ranker", "train.steps=60", "train.evaluate_every=60", "train.dropout=0")
-    dataset = ring()
-    train_ranker(cfg, dataset, validate=validation.ranker_recall(cfg, dataset))
+    cfg = plain(tmp_path / "ranker", "train.steps=60", "train.evaluate_every=0", "train.dropout=0")
+    train_ranker(cfg, ring())
     model, weights = checkpoint.load(tmp_path / "ranker")
     assert isinstance(model, DecoderConfig) and isinstance(weights, DecoderParams)
     run = jax.jit(

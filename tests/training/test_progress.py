@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +21,19 @@ import numpy as np
 import pytest
 from tensorboardX.proto import event_pb2
 
-from jgr.config import ConfigError, TrainConfig, UserError, override
+from jgr.config import ConfigError, UserError, override
 from jgr.models import checkpoint, manifest
 from jgr.models.decoder import DecoderConfig, DecoderParams
-from jgr.models.params import CheckpointError, PyTree
+from jgr.models.params import CheckpointError
 from jgr.training import clock as clock_module
 from jgr.training import run
 from jgr.training.clock import Clock
+from jgr.training.curves import plot_curves
 from jgr.training.generator import train_generator
 from jgr.training.progress import RunFolder
 from jgr.training.run import LAG, making_way
-from jgr.training.trainer import Loss, State, Trainer
+from jgr.training.trainer import State
+from tests.training.shortcuts import equal_steps_compiled_once
 from tests.training.test_trainer import rule_config, rule_dataset
 
 
@@ -44,6 +45,8 @@ def make_way(out: str, fresh: bool, overwrite: bool) -> None:
 SETTINGS = (
     "train.steps=12", "train.checkpoint_every=4", "train.warmup_steps=2", "train.dropout=0.2", "train.batch=10"
 )  # fmt: skip
+CONSTANT = (*SETTINGS, "train.schedule=constant")
+"""For runs of other lengths, whose steps are the same then."""
 
 # Trains, and kills its own process with SIGKILL as soon as step 10 is done: two steps after a checkpoint.
 KILLED = """
@@ -72,19 +75,8 @@ generator.train_generator(override(rule_config(Path(sys.argv[1])), *sys.argv[2:]
 
 @pytest.fixture(scope="module", autouse=True)
 def one_program_for_equal_steps() -> Iterator[None]:
-    """Most runs here take the same steps over the same data, and to compile a step takes longer than all of a run: the
-    program of the first of them is that of the others."""
-    compiled: dict[str, Any] = {}
-
-    class Sharing(Trainer):
-        def __init__(self, train: TrainConfig, specs: PyTree, loss: Loss) -> None:
-            super().__init__(train, specs, loss)
-            of_no_step: dict[str, Any] = dict.fromkeys(("checkpoint_every", "evaluate_every", "patience"), 1)
-            key = repr(replace(train, out="", tensorboard="", **of_no_step))
-            self._step = compiled.setdefault(key, self._step)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run, "Trainer", Sharing)
+    """Most runs here take the same steps over the same data."""
+    with equal_steps_compiled_once():
         yield
 
 
@@ -120,7 +112,7 @@ def test_kill_9_and_resume_equals_the_unbroken_run(tmp_path: Path) -> None:
     ]
 
 
-def stopped(folder: Path) -> None:
+def stopped(folder: Path, settings: tuple[str, ...] = SETTINGS) -> None:
     """A run that stops after step 9, as by Ctrl-C."""
 
     def progress(done: int, total: int, note: str) -> None:
@@ -128,7 +120,7 @@ def stopped(folder: Path) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        train_generator(override(rule_config(folder), *SETTINGS, "train.steps=12"), rule_dataset(), progress)
+        train_generator(override(rule_config(folder), *settings), rule_dataset(), progress)
 
 
 def test_a_run_that_diverges_is_not_saved(tmp_path: Path) -> None:
@@ -161,7 +153,11 @@ def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
         train_generator(override(rule_config(tmp_path / "ring"), *SETTINGS), rule_dataset())
 
 
-def test_the_best_validated_weights_are_kept_and_patience_ends_a_run(tmp_path: Path) -> None:
+def test_the_best_validated_weights_are_kept_and_patience_ends_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the curves are drawn."""
+    monkeypatch.setattr(run, "plot_curves", plot_curves)
     recalls, seen = iter([0.3, 0.5, 0.5, 0.4, 0.2, 0.9]), []
 
     def validate(cfg: DecoderConfig, params: DecoderParams) -> float:
@@ -169,7 +165,9 @@ def test_the_best_validated_weights_are_kept_and_patience_ends_a_run(tmp_path: P
         return next(recalls)
 
     settings = ("train.steps=40", "train.evaluate_every=2", "train.patience=2", "train.checkpoint_every=3")
-    train_generator(override(rule_config(tmp_path / "ring"), *settings), rule_dataset(), validate=validate)
+    train_generator(
+        override(rule_config(tmp_path / "ring"), *CONSTANT, *settings), rule_dataset(), validate=validate
+    )
     lines = [json.loads(line) for line in (tmp_path / "ring" / "metrics.jsonl").read_text().splitlines()]
     found = [(line["step"], line["recall@10"]) for line in lines if "recall@10" in line]
     assert found == [(2, 0.3), (4, 0.5), (6, 0.5), (8, 0.4), (10, 0.2)]  # two in a row without a better one
@@ -256,7 +254,7 @@ def test_a_damaged_line_is_named_and_nothing_of_the_file_is_lost(tmp_path: Path,
 def test_a_run_goes_on_over_its_validations(tmp_path: Path) -> None:
     """Stopped after a validation and before the next checkpoint, it asks for none of them twice."""
     settings = ("train.steps=9", "train.evaluate_every=3", "train.checkpoint_every=100")
-    config, asked = override(rule_config(tmp_path / "ring"), *settings), []
+    config, asked = override(rule_config(tmp_path / "ring"), *CONSTANT, *settings), []
 
     def validate(cfg: DecoderConfig, params: DecoderParams) -> float:
         if len(asked) == 1:
@@ -360,10 +358,7 @@ def scalars(folder: Path) -> dict[tuple[str, int], float]:
 
 def test_a_run_that_has_ended_goes_on_to_more_steps(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """With a constant rate the first steps do not depend on the last one, so 8 and then 12 are 12 at once."""
-    whole, parts = (
-        override(rule_config(tmp_path / name), *SETTINGS, "train.schedule=constant")
-        for name in ("whole", "parts")
-    )
+    whole, parts = (override(rule_config(tmp_path / name), *CONSTANT) for name in ("whole", "parts"))
     train_generator(whole, rule_dataset())
     train_generator(override(parts, "train.steps=8"), rule_dataset())
     assert [path.name for path in (tmp_path / "parts.training" / "checkpoints").iterdir()] == ["8"]
@@ -390,8 +385,8 @@ def test_a_run_that_has_ended_goes_on_to_more_steps(tmp_path: Path, caplog: pyte
 
 
 def test_an_unfinished_run_goes_on_to_another_end(tmp_path: Path) -> None:
-    stopped(tmp_path / "ring")
-    config = override(rule_config(tmp_path / "ring"), *SETTINGS, "train.steps=15", "train.checkpoint_every=5")
+    stopped(tmp_path / "ring", CONSTANT)
+    config = override(rule_config(tmp_path / "ring"), *CONSTANT, "train.steps=15", "train.checkpoint_every=5")
     train_generator(config, rule_dataset())
     assert len(losses(tmp_path / "ring")) == 15
 
@@ -424,7 +419,7 @@ def test_a_run_that_is_to_end_where_it_was_cut_short_is_validated_there(tmp_path
 
 def test_patience_that_ended_a_run_can_be_raised(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     recalls = iter([0.5, 0.4, 0.3, 0.2, 0.6])
-    config = override(rule_config(tmp_path / "ring"), *SETTINGS, "train.evaluate_every=2", "train.patience=2")
+    config = override(rule_config(tmp_path / "ring"), *CONSTANT, "train.evaluate_every=2", "train.patience=2")
 
     def train(*changes: str) -> None:
         with caplog.at_level("INFO"):
@@ -515,7 +510,7 @@ def test_a_model_without_room_is_refused_before_it_is_drawn(tmp_path: Path) -> N
 
 
 def test_another_run_than_the_models_needs_overwrite(tmp_path: Path) -> None:
-    config = override(rule_config(tmp_path / "ring"), *SETTINGS, "train.steps=4")
+    config = override(rule_config(tmp_path / "ring"), *CONSTANT, "train.steps=4")
     train_generator(config, rule_dataset())
     with pytest.raises(
         ConfigError, match=r"train\.learning_rate was .*, now 0\.5.*: --overwrite starts anew"

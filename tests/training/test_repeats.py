@@ -12,8 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jgr.config import Config, DataConfig, TrainConfig
-from jgr.data.datasets import load_dataset
+from jgr.config import Config, TrainConfig
 from jgr.data.interactions import Ragged
 from jgr.models import repeats, retrievers
 from jgr.training import softmax
@@ -22,6 +21,7 @@ from jgr.training.softmax import Repeats, softmax_nats
 from jgr.training.trainer import Trainer, fit
 from jgr.training.windows import Windows
 from tests.models.test_repeats import ITEMS, PLACES, added_by_hand, bucket_by_hand, model, padded
+from tests.training.test_trainer import rule_dataset
 
 HIDDEN, STEP = 5, 1e-5
 WINDOWS = padded([[3, 5, 3, 7, 5, 5, 1], [4], [2, 2, 2, 9, 0, 11, 2, 8, 9], [6, 10, 6]])
@@ -105,8 +105,8 @@ def test_a_retrievers_loss_is_that_of_its_scores_after_each_event(name: str, neg
     np.testing.assert_allclose(nats, wanted, rtol=1e-5)
 
 
-def newest_weight(events: list[list[int]]) -> float:
-    """The weight of the newest event's item, after some steps on users with these events."""
+def newest_weights(*worlds: list[list[int]]) -> list[float]:
+    """The weight of the newest event's item, after some steps on users with a world's events."""
     train = TrainConfig(
         model="hstu", steps=40, batch=30, learning_rate=1e-2, warmup_steps=5, dropout=0.0, temperature=0.1,
         max_items=PLACES, hidden=8, layers=1, heads=1, kv_heads=1, repeats=True,
@@ -114,21 +114,24 @@ def newest_weight(events: list[list[int]]) -> float:
     cfg = retrievers.make_config(train, [str(row) for row in range(ITEMS)])
     loss = softmax_loss(cfg, 0, 0.0, temperature=train.temperature)
     trainer = Trainer(train, retrievers.retriever(cfg).spec(cfg), loss)
-    batches = Windows(Ragged.of(events), train).batches(0)
-    state = fit(trainer, trainer.initial(), batches, lambda done, state, loss: done == train.steps)
-    return float(state.params.repeats[0])
+    found = []
+    for events in worlds:
+        batches = Windows(Ragged.of(events), train).batches(0)
+        state = fit(trainer, trainer.initial(), batches, lambda done, state, loss: done == train.steps)
+        found.append(float(state.params.repeats[0]))
+    return found
 
 
 def test_training_learns_whether_people_take_things_again() -> None:
-    """Users never take a thing twice, or each twice in a row."""
+    """Users never take a thing twice, or each twice in a row, with histories of one length."""
     rng = np.random.default_rng(0)
-    chosen = [rng.permutation(ITEMS)[:4].tolist() for _ in range(60)]
-    once, twice = newest_weight(chosen), newest_weight([np.repeat(items, 2).tolist() for items in chosen])
+    chosen = [rng.permutation(ITEMS)[:8].tolist() for _ in range(60)]
+    once, twice = newest_weights(chosen, [np.repeat(items[:4], 2).tolist() for items in chosen])
     assert once < -0.02 and twice > once + 0.02
 
 
 def test_a_trained_folder_holds_the_weights_beside_vectors_of_items(tmp_path: Path) -> None:
-    dataset = load_dataset(DataConfig())
+    dataset = rule_dataset()
     np.save(tmp_path / "v.npy", np.random.default_rng(0).normal(size=(dataset.catalog.n_items, 4)))
     train = TrainConfig(
         model="sasrec", out=str(tmp_path / "out"), steps=3, batch=8, warmup_steps=1, max_items=PLACES, hidden=8,

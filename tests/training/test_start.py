@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +25,8 @@ from jgr.training import ranker
 from jgr.training.generator import decoder_config, train_generator
 from jgr.training.ranker_training import train_ranker
 from jgr.training.start import begin_from
+from tests.models.test_lazy_decoder import PLAIN, draw
+from tests.training.shortcuts import equal_steps_compiled_once
 
 SIZES = (
     "train.hidden=16", "train.layers=2", "train.mlp=16", "train.heads=2", "train.kv_heads=1", "train.head_dim=8",
@@ -41,6 +45,12 @@ def config(out: Path, *more: str) -> Config:
         Config(), f"train.out={out}", "prompt.max_items=5", "rank.method=item_token", "rank.item=<sid>{sid}",
         "rank.instruction=<sid>", "rank.item_span=3", *SIZES, *more,
     )  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cheap_trainings() -> Iterator[None]:
+    with equal_steps_compiled_once():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -80,13 +90,13 @@ def test_a_ranker_begins_as_the_generator_item_by_item(generator: Path, shift: i
     # So the user's part of a prompt, items behind it, says of the next item what the generator does.
     text = ranker.prompt_text(cfg, tokenizer, catalog)
     history = jnp.array([[4, 1, 2]], jnp.int32)
-    _, hidden = ranker.candidate_scores(
-        begun, model, text, history, jnp.array([[3, 0]]), jnp.array([False]), attention="reference"
+    scored = jax.jit(
+        functools.partial(ranker.candidate_scores, model=model, text=text, attention="reference")
     )
+    _, hidden = scored(begun, history=history, candidates=jnp.array([[3, 0]]), items_first=jnp.array([False]))
     old = [its.token_id(name) for name in ("<bos>", *(called[names[row]] for row in (4, 1, 2)))]
-    wanted = decoder.prefill(
-        weights, model, jnp.array([old], jnp.int32), jnp.array([4]), attention="reference"
-    ).hidden
+    prefill = jax.jit(functools.partial(decoder.prefill, attention="reference"), static_argnums=1)
+    wanted = prefill(weights, model, jnp.array([old], jnp.int32), jnp.array([4])).hidden
     np.testing.assert_allclose(hidden[0, :4], wanted[0], atol=1e-5)
 
 
@@ -144,10 +154,13 @@ def test_what_cannot_be_begun_from_is_named(generator: Path, tmp_path: Path) -> 
         train_ranker(ranker_config(tmp_path / "a", f"train.start={tmp_path}/none"), dataset())
     with pytest.raises(ConfigError, match=r"train\.start: a decoder cannot begin train\.model=sasrec"):
         config(tmp_path, "train.model=sasrec", "train.start=somewhere")
-    lazy = train_generator(
-        config(tmp_path / "lazy", "train.model=onerec", "train.steps=1", "prompt.template={history}"),
-        dataset(),
-    )
+
+    def write_beside(folder: Path) -> None:
+        save_catalog(dataset().catalog, folder / "catalog.jsonl")
+        semantic_id_tokenizer(dataset().catalog).save(folder / "tokenizer.json")
+
+    lazy = tmp_path / "lazy"
+    checkpoint.save(lazy, PLAIN, draw(PLAIN), write_beside)
     with pytest.raises(ConfigError, match=r"train\.start: .* is not a decoder"):
         train_ranker(ranker_config(tmp_path / "a", f"train.start={lazy}"), dataset())
     unknown = Catalog.build("ab", [["<x>"], ["<y>"]], [{}, {}])

@@ -20,6 +20,16 @@ CONFIG = Config(train=TrainConfig(model="hstu", evaluate_every=5, steps=10, head
 RATE = Range.parse("train.learning_rate=1e-4:1e-2:log")
 
 
+@pytest.fixture
+def nothing_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a trial its picture is drawn anew, which takes most of the time of a study without a training: of those
+    here that of one test is looked at."""
+    monkeypatch.setattr(Study, "draw", lambda self: None)
+
+
+NOTHING_DRAWN = pytest.mark.usefixtures("nothing_drawn")
+
+
 class Killed(Exception):
     """What ends a process."""
 
@@ -82,6 +92,7 @@ def test_a_study_finds_the_best_keeps_its_folder_alone_and_draws(tmp_path: Path)
     assert next(told(study.rows())).split()[1:3] == [str(number), f"{value:.4f}"]
 
 
+@NOTHING_DRAWN
 def test_a_study_goes_on_and_a_trial_that_was_cut_short_keeps_its_folder_and_its_draws(
     tmp_path: Path,
 ) -> None:
@@ -108,6 +119,7 @@ def test_a_study_goes_on_and_a_trial_that_was_cut_short_keeps_its_folder_and_its
         Study(tmp_path, CONFIG, [Range.parse("train.learning_rate=1e-4:1e-2")])
 
 
+@NOTHING_DRAWN
 def test_one_process_at_a_time_and_a_damaged_file_is_told(tmp_path: Path) -> None:
     study = Study(tmp_path, CONFIG, [RATE])
 
@@ -123,6 +135,7 @@ def test_one_process_at_a_time_and_a_damaged_file_is_told(tmp_path: Path) -> Non
         Study(tmp_path / "damaged", CONFIG, [RATE])
 
 
+@NOTHING_DRAWN
 def test_a_trial_below_the_median_is_ended_early(tmp_path: Path) -> None:
     reported: list[list[float]] = []
 
@@ -137,6 +150,7 @@ def test_a_trial_below_the_median_is_ended_early(tmp_path: Path) -> None:
     assert [row["state"] for row in study.rows()][-2:] == ["pruned", "pruned"]
 
 
+@NOTHING_DRAWN
 def test_fields_that_do_not_go_together_are_no_trial(tmp_path: Path) -> None:
     study = Study(tmp_path, CONFIG, [Range.parse("train.heads=2"), Range.parse("train.kv_heads=1,2,3")])
     ran: list[int] = []
@@ -158,6 +172,7 @@ def take_heads_that_do_not_divide_hidden(config: Config) -> None:
     retrievers.make_config(replace(config.train, model="sasrec", hidden=8, heads=3, kv_heads=3), ("item",))
 
 
+@NOTHING_DRAWN
 @pytest.mark.parametrize(
     ("fail", "words"),
     [
@@ -190,6 +205,7 @@ def test_a_trial_that_cannot_be_trained_has_no_value_and_the_study_goes_on(
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == [f"trial-{study.best()[2]}"]
 
 
+@NOTHING_DRAWN
 def test_a_cause_that_is_no_trials_own_ends_the_study_which_goes_on_without_it(tmp_path: Path) -> None:
     full = True
 
@@ -205,6 +221,7 @@ def test_a_cause_that_is_no_trials_own_ends_the_study_which_goes_on_without_it(t
     assert [row["state"] for row in study.rows()] == ["fail"] * MOST_FAILED + ["complete"] * 2
 
 
+@NOTHING_DRAWN
 def test_a_line_of_metrics_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
     """A trial was killed in the middle of its second line; the study goes on with that trial."""
 
@@ -239,7 +256,7 @@ def test_the_command_trains_and_its_best_file_is_a_configuration(
         "tune", "--set=train.model=sasrec", "--set=train.out=given", *(f"--set=train.{part}" for part in small),
         "--set=train.validation_examples=50", "--vary=train.learning_rate=1e-3,1e-2", f"--out={tmp_path}",
     ]  # fmt: skip
-    assert run([*command, "--trials=2"]) == 0
+    assert run([*command, "--trials=1"]) == 0
     *_, model, anew = capsys.readouterr().out.splitlines()
     assert anew == f"train it anew: jgr train --config={tmp_path}/best.toml"
     (trial,) = (path for path in tmp_path.glob("trial-?") if path.is_dir())
