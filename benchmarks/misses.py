@@ -38,8 +38,8 @@ MISSES = (
         "Device time without an answer, over HTTP",
         r"wasted-device-time-of-industrial-over-http",
         "A run that takes much longer than was predicted makes its own requests late, and those of the run that is on "
-        "its way behind it. In six seconds two such runs are the target. Three of 21 rows are above it, and none with a "
-        "core left to the server.",
+        "its way behind it. In six seconds two such runs are the target. Three of 21 rows are above it, and none with "
+        "a core left to the server.",
     ),
     Miss(
         "Answers in time, over HTTP",

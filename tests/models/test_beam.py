@@ -104,7 +104,9 @@ def same_ranking(leaves: np.ndarray, scores: np.ndarray, want: np.ndarray) -> No
     np.testing.assert_allclose(scores, want[leaves], atol=ATOL)
 
 
-@pytest.mark.parametrize(("depth", "normalize"), [(1, "valid"), (5, "valid"), (3, "full")])
+@pytest.mark.parametrize(
+    ("depth", "normalize"), [(1, "valid"), (3, "valid"), (5, "valid"), (1, "full"), (3, "full")]
+)
 def test_wide_beams_equal_brute_force(weights, depth: int, normalize: str) -> None:
     small = world(weights, 30, depth)
     tokens, lengths = prompts([9], 9)
@@ -121,11 +123,11 @@ def test_wide_beams_equal_brute_force(weights, depth: int, normalize: str) -> No
         np.testing.assert_allclose(np.exp(want).sum(), 1.0, atol=1e-6)
 
 
-def test_rank_gives_the_scores_of_recommend(weights, shop: World) -> None:
-    """Scores over all codes are those of another library: tests/models/test_golden_hf.py."""
+@pytest.mark.parametrize("normalize", ["valid", "full"])
+def test_rank_gives_the_scores_of_recommend(weights, shop: World, normalize: str) -> None:
     tokens, lengths = prompts([11, 5], PADDED)
-    beams = search(weights, shop.tables, tokens, lengths, [WIDTH, WIDTH], WIDTH)
-    scores = beam.rank(weights, shop.tables, tokens, lengths, beams.leaves, cfg=CFG)
+    beams = search(weights, shop.tables, tokens, lengths, [WIDTH, WIDTH], WIDTH, normalize)
+    scores = beam.rank(weights, shop.tables, tokens, lengths, beams.leaves, cfg=CFG, normalize=normalize)
     np.testing.assert_allclose(np.asarray(scores), beams.scores, atol=ATOL)
 
 
@@ -133,11 +135,10 @@ def test_mixed_lengths_and_widths_in_one_batch_change_nothing(weights, shop: Wor
     lengths, widths = [3, 16], [WIDTH, 3]
     tokens, counts = prompts(lengths, PADDED, filler=7)
     together = search(weights, shop.tables, tokens, counts, widths, WIDTH)
-    bare, _ = prompts(lengths, max(lengths))  # in fewer columns, with something else in their padding
-    for row, width in enumerate(widths):
-        of_row = bare[row : row + 1], counts[row : row + 1]
-        found = search(weights, shop.tables, *of_row, [width], WIDTH)
-        alone = beam.Beams(found.leaves[:, :width], found.scores[:, :width], found.codes[:, :width])
+    for row, (length, width) in enumerate(zip(lengths, widths, strict=True)):
+        alone = search(
+            weights, shop.tables, tokens[row : row + 1, :length], counts[row : row + 1], [width], width
+        )
         np.testing.assert_allclose(together.scores[row, :width], alone.scores[0], atol=ATOL)
         assert np.isneginf(together.scores[row, width:]).all()
         separate = np.abs(np.diff(alone.scores[0], append=-np.inf, prepend=np.inf))
@@ -238,9 +239,8 @@ def beam_search_by_hand(*given) -> list[tuple]:
     return [(score, leaf) for score, _, leaf in levels_by_hand(*given)[-1]]
 
 
-def test_every_level_is_that_of_a_search_by_hand(filtered) -> None:
-    """Of scores over the legal codes; tests/models/test_lazy_decoder.py has levels of those over all of them."""
-    normalize = "valid"
+@pytest.mark.parametrize("normalize", ["valid", "full"])
+def test_every_level_is_that_of_a_search_by_hand(filtered, normalize: str) -> None:
     (tree, tables), tokens, lengths, _, weights = filtered
     rows, widths = np.arange(FILTERED["n_items"], dtype=np.int32), [FILTERED["width"], 2, 1]
     denied = [rows[:0], rows[5:40], rows[::2]]
@@ -340,10 +340,12 @@ def test_few_children_are_gathered_and_score_the_same() -> None:
     np.testing.assert_allclose(found, want[np.asarray(beams.leaves)[0]], atol=ATOL)
 
 
-@pytest.mark.parametrize("codes", [[[1, 2, 3], [1, 2, 3]], [[1, 2, 3], [1, 2, 4], [1, 5, 0]]])
+@pytest.mark.parametrize(
+    "codes", [[[3]], [[1, 2, 3]], [[1, 2, 3], [1, 2, 3]], [[1, 2, 3], [1, 2, 4], [1, 5, 0]]]
+)
 @pytest.mark.parametrize("width", [4])
 def test_tiny_catalogs(weights, codes: list[list[int]], width: int) -> None:
-    """A single id, of two items, and fewer items than beams."""
+    """A single item, one id for two items, fewer items than beams."""
     tree = PrefixTree.build(np.array(codes, np.int32))
     tokens = tuple((4 + LEVEL * i + np.arange(LEVEL)).astype(np.int32) for i in range(tree.depth))
     small = World(tree, beam.catalog_tables(tree, tokens, weights))
@@ -416,11 +418,14 @@ def test_growth_classes_are_few_and_not_much_larger(n: int) -> None:
     assert len({beam.growth_class(x) for x in range(size, 2 * size + 1, max(1, size // 16))}) <= 6
 
 
-def test_tables_with_room_to_grow_give_the_same(weights, shop: World) -> None:
+@pytest.mark.parametrize("normalize", ["valid", "full"])
+def test_tables_with_room_to_grow_give_the_same(weights, shop: World, normalize) -> None:
     level_tokens = tuple((4 + LEVEL * level + np.arange(LEVEL)).astype(np.int32) for level in range(3))
     grown = beam.catalog_tables(shop.tree, level_tokens, weights, growing=True)
     assert grown.n_leaves == 192 > shop.tables.n_leaves
     tokens, lengths = prompts([9, 4], PADDED)
-    plain, roomy = (search(weights, t, tokens, lengths, [WIDTH, 5], WIDTH) for t in (shop.tables, grown))
+    plain, roomy = (
+        search(weights, t, tokens, lengths, [WIDTH, 5], WIDTH, normalize) for t in (shop.tables, grown)
+    )
     for one, other in zip(plain, roomy, strict=True):
         np.testing.assert_array_equal(one, other)

@@ -488,9 +488,8 @@ def test_what_is_there_is_replaced_only_where_asked(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("form", "model"), [("csv", "climber"), ("parquet", "stu")])
+@pytest.mark.parametrize(("form", "model"), [*zip(FORMS, ("climber", "stu") * 3, strict=False)])
 def test_scorers_learn_from_own_files(tmp_path: Path, form: str, model: str) -> None:
-    """Of two forms: that all of them give the same is tested above."""
     prepare(Options("generic", write(tmp_path / "raw", form, log()), tmp_path / "out"))
     prepared = load_prepared(tmp_path / "out")
     codes = np.arange(len(prepared.item_ids), dtype=np.int32)[:, None]
