@@ -239,10 +239,11 @@ def long(x):
     return x
 
 def body(argv):
-    lowered = jax.jit(long).lower(jnp.ones((64, 64)))
+    jax.config.update("jax_enable_compilation_cache", False)
     print("compiling")
     threading.Thread(target=interrupt, daemon=True).start()
-    lowered.compile()
+    for size in range(64, 1000):  # until one is met, which a busy machine may take long for
+        jax.jit(long).lower(jnp.ones((size, size))).compile()
 
 command = types.ModuleType("jgr.cli.fake")
 command.HELP, command.define_flags, command.main = "fake", lambda: None, body
