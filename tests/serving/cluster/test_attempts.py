@@ -146,7 +146,7 @@ async def test_another_replica_answers_for_one_that_is_silent() -> None:
     assert (world.tried, world.cancelled) == ([(), ("a",)], ["a"])
     assert await ask(of) == OK
     assert world.tried[2:] == [("a",)], "it was silent and has answered nobody since"
-    gc.collect(1)  # what this test has left
+    gc.collect()
     assert not ATTEMPTS, "what has ended is forgotten"
 
 
