@@ -290,8 +290,8 @@ MISSES = (
         "Predicted run times",
         r"cost-model-(hstu|sasrec|lrurec)-held-out-error",
         "While these three were measured the quartiles of a run were a seventh to a sixth of its time apart, and a "
-        "tenth at most with the families that hold; errors below that are noise. In an earlier run others missed, and HSTU "
-        "and SASRec held. The worst kind of run is the candidates' part, which takes some tenths of a millisecond.",
+        "tenth at most with the families that hold; errors below that are noise. In an earlier run others missed, and "
+        "HSTU and SASRec held. The worst kind of run is the candidates' part, of some tenths of a millisecond.",
     ),
     Miss(
         "Requests over HTTP on an H200",

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import logging
 import os
 import shutil
 import sys
@@ -26,8 +25,8 @@ from typing import Any
 
 import hypothesis
 import pytest
-from absl import flags
 
+from tests.commands import forgotten
 from tests.debian import CHROMIUM, FISH, PROMETHEUS, ZSH
 
 hypothesis.settings.register_profile("jgr", deadline=None)  # the first example of a test may compile
@@ -128,19 +127,9 @@ def native_library() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def as_without_commands() -> Iterator[None]:
-    """A command that is run in this process defines its flags, sets the levels of its log and writes that to what is
-    stderr then; the next test finds none of it."""
-    loggers = [logging.getLogger(name) for name in ("", "jgr", "jgr.serving")]
-    before = [(logger.level, list(logger.handlers)) for logger in loggers]
-    yield
-    for logger, (level, handlers) in zip(loggers, before, strict=True):
-        logger.setLevel(level)
-        logger.handlers[:] = handlers
-    logging.captureWarnings(False)
-    for module, defined in flags.FLAGS.flags_by_module_dict().items():
-        for flag in list(defined) if module.startswith("jgr.cli.") else ():
-            if flag.name in flags.FLAGS:
-                delattr(flags.FLAGS, flag.name)
+    """The next test finds nothing of a command that is run in this process."""
+    with forgotten():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -20,7 +20,7 @@ from jgr.catalog.catalog import save_catalog
 from jgr.cli import bench_serve
 from jgr.config import UserError
 from jgr.traffic.arrivals import parse_process
-from tests.cli.in_process import run_here
+from tests.commands import run_here
 from tests.serving.certificates import make_pems, tls
 from tests.serving.fakes import CATALOG, LiveServer
 

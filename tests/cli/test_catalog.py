@@ -12,7 +12,7 @@ import pytest
 
 from jgr.catalog.catalog import Catalog, CatalogError, load_catalog, save_catalog
 from jgr.cli import catalog as command
-from tests.cli.in_process import run_here
+from tests.commands import run_here
 
 CATALOG = Catalog.build(["x", "y", "z"], [[5, 1], [5, 2], [7, 1]], [{"title": "X"}, {}, {}])
 

@@ -16,7 +16,7 @@ from jgr.config import UserError
 from jgr.models import scorers
 from jgr.models.model_files import ModelFiles
 from jgr.models.table_file import TableFile
-from tests.cli.in_process import run_here
+from tests.commands import run_here
 from tests.features.redis_process import RedisProcess
 from tests.serving.scorer_fakes import ITEMS, ScorerServer, draw
 from tests.serving.scorers.test_paging import FAMILIES, PAGED, SASREC, TABLE, asked, folder_of, settings

@@ -15,7 +15,7 @@ from jgr.data.prepared import Arrays, record
 from jgr.features.addresses import open_store
 from jgr.features.extraction import category
 from jgr.features.schema import Schema
-from tests.cli.in_process import run_here
+from tests.commands import run_here
 from tests.features.redis_process import RedisProcess
 
 N = 5

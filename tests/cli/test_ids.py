@@ -20,7 +20,7 @@ from jgr.data.interactions import DataError, leave_one_out
 from jgr.data.prepared import Arrays, catalog_names, load_prepared, record
 from jgr.models import manifest
 from jgr.training.generator import train_generator
-from tests.cli.in_process import run_here
+from tests.commands import run_here
 
 N = 30
 RUN = "import sys; from jgr.cli.main import run; sys.exit(run(['ids', *sys.argv[1:]]))"

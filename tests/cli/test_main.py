@@ -21,7 +21,7 @@ from jgr.cli import config as cli_config
 from jgr.cli import console
 from jgr.cli.main import COMMANDS, run, told
 from jgr.config import Config, named, override, to_json
-from tests.cli.in_process import run_here
+from tests.commands import run_here
 
 PARTS = ("main", "console", "bench_serve", "completion_scripts", "heap")
 """Modules of jgr/cli/ that are no command."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from jgr.catalog.catalog import load_catalog
-from tests.evaluation.commands import command
+from tests.commands import command
 from tests.training.shortcuts import without_curves
 
 FOLDER = "amazon-industrial-minionerec"

@@ -97,7 +97,7 @@ def profile(*argv: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 def test_a_models_stages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from tests.evaluation.commands import command
+    from tests.commands import command
     from tests.serving.tiny_model import make_folder
 
     make_folder(tmp_path / "tiny", depth=2)
