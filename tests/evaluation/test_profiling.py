@@ -20,6 +20,7 @@ from jgr.evaluation.profiling import (
     stage_of,
     summarize,
 )
+from tests.commands import command
 
 HLO = """
 ENTRY %main.1 (p0: f32[2,3]) -> (f32[2,3]) {
@@ -97,7 +98,6 @@ def profile(*argv: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 def test_a_models_stages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from tests.commands import command
     from tests.serving.tiny_model import make_folder
 
     make_folder(tmp_path / "tiny", depth=2)

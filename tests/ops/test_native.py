@@ -297,7 +297,7 @@ FAMILIES = {
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_prompts_of_decoders_equal_those_by_xla(family: Any) -> None:
-    """Hidden states, keys and values, also where only some places are read; of one family, a middle layer's too."""
+    """Hidden states, keys and values; of a middle layer too, and where only some places are read."""
     sizes: dict[str, Any] = dict(vocab_size=300, layers=3, heads=4, mlp=100, rope_theta=1e4, norm_eps=1e-6)
     cfg = decoder.DecoderConfig(family=family, tied=True, max_position=512, **sizes, **FAMILIES[family])
     weights = params.initialize(decoder.spec(cfg), jax.random.key(0))
@@ -317,11 +317,12 @@ def test_prompts_of_decoders_equal_those_by_xla(family: Any) -> None:
 
     whole = prompts(attention="xla")
     of_read = [whole[0][np.arange(3), np.asarray(lengths) - 1][:, None], whole[1]]
-    compared = [(prompts(), whole), (prompts(read=lengths[:, None] - 1), of_read)]
-    if family == "qwen3":
-        middle: dict[str, Any] = {"layers": slice(1, 2)}
-        compared.append((prompts(**middle), prompts(attention="xla", **middle)))
-    for found, wanted in compared:
+    middle: dict[str, Any] = {"layers": slice(1, 2)}
+    for found, wanted in (
+        (prompts(), whole),
+        (prompts(read=lengths[:, None] - 1), of_read),
+        (prompts(**middle), prompts(attention="xla", **middle)),
+    ):
         for got, want in zip(found, wanted, strict=True):
             np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * max(1.0, np.abs(want).max()))
 

@@ -19,6 +19,7 @@ from jgr.catalog.catalog import Catalog
 from jgr.config import Config, ConfigError
 from jgr.data.datasets import Dataset
 from jgr.data.interactions import leave_one_out
+from jgr.evaluation import validation
 from jgr.models import checkpoint, decoder, params
 from jgr.models.decoder import DecoderConfig, DecoderParams
 from jgr.prompt.candidates import SegmentPrompts
@@ -139,8 +140,9 @@ def test_the_loss_is_that_of_the_target_and_of_every_next_item(tmp_path: Path) -
 
 
 def test_it_learns_the_rule_and_its_scores_are_the_served_ones(tmp_path: Path) -> None:
-    cfg = plain(tmp_path / "ranker", "train.steps=60", "train.evaluate_every=0", "train.dropout=0")
-    train_ranker(cfg, ring())
+    cfg = plain(tmp_path / "ranker", "train.steps=60", "train.evaluate_every=60", "train.dropout=0")
+    dataset = ring()
+    train_ranker(cfg, dataset, validate=validation.ranker_recall(cfg, dataset))
     model, weights = checkpoint.load(tmp_path / "ranker")
     assert isinstance(model, DecoderConfig) and isinstance(weights, DecoderParams)
     run = jax.jit(

@@ -51,10 +51,14 @@ def spin(holds: Callable[[], bool]) -> None:
         assert time.monotonic() < until_s, "it has not come to that"
 
 
+def ends(server: LiveServer) -> list[Any]:
+    """The server's ends of all connections: a copy, for its thread changes the set meanwhile."""
+    return list(server.listener.server_state.connections)
+
+
 def of(server: LiveServer, connection: socket.socket) -> list[Any]:
     """The server's end of a connection; empty where it has none."""
-    there: list[Any] = list(server.listener.server_state.connections)
-    return [one for one in there if one.client == connection.getsockname()]
+    return [one for one in ends(server) if one.client == connection.getsockname()]
 
 
 def ended(connection: socket.socket) -> bool:
@@ -137,7 +141,7 @@ def test_a_client_that_does_not_read_its_answers_is_cut_off() -> None:
         unsent = []
 
         def is_gone() -> bool:
-            unsent.extend(map(_unsent, list(server.listener.server_state.connections)))
+            unsent.extend(map(_unsent, ends(server)))
             return max(unsent) > 0 and not of(server, connection)
 
         wait_until(server, is_gone)
@@ -196,12 +200,10 @@ def test_a_flood_of_connections_holds_no_more_than_the_limit() -> None:
             flood = [stack.enter_context(server.connect()) for _ in range(400)]
             for connection in flood[20:]:
                 assert connection.recv(65536).startswith(b"HTTP/1.1 503")
-            spin(
-                lambda: len(server.listener.server_state.connections) <= 20
-            )  # the last ones are being closed
+            spin(lambda: len(ends(server)) <= 20)  # the last ones are being closed
             flood[0].sendall(recommend("a"))
             assert flood[0].recv(12) == b"HTTP/1.1 200"
-        spin(lambda: not server.listener.server_state.connections)
+        spin(lambda: not ends(server))
         assert server.call("/v1/recommend", BODY).status == 200
 
 
@@ -302,7 +304,7 @@ def test_a_stop_does_not_wait_for_a_client_that_does_not_read(caplog: pytest.Log
     with LiveServer(close_timeout_s=0.1) as server, server.connect() as connection:
         connection.setblocking(False)
         connection.send(GET_DOCS % b"" * 1_000)
-        wait_until(server, lambda: any(map(_unsent, list(server.listener.server_state.connections))))
+        wait_until(server, lambda: any(map(_unsent, ends(server))))
         server.stop()
         assert server.join() == 0
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
