@@ -477,7 +477,10 @@ class Batcher(Policy[Live]):
         waits_ns = 0 if self._draining else self._max_wait_ns
         due_ns = head.arrival_ns + waits_ns
         if head.deadline_ns is not None and waits_ns:  # company is not worth a deadline
-            due_ns = min(due_ns, head.deadline_ns - grouping.alone_ns(head) - lead_ns)
+            latest_ns = head.deadline_ns - grouping.alone_ns(head)
+            # The other half is for what nobody foresees: who waits until the last moment is late by any delay.
+            half_ns = head.arrival_ns + (latest_ns - head.arrival_ns) // 2
+            due_ns = min(due_ns, half_ns, latest_ns - lead_ns)
         lanes = (0,) if head.kind in self._bound else range(self._streams)
         return {
             lane: max(due_ns, ends[lane] - lead_ns) if lane in ends else due_ns

@@ -155,6 +155,14 @@ def test_nobody_waits_for_company_until_it_is_late() -> None:
     assert b.plan(LEAD_NS).starts == (batch(0, PAIR, (1,)),)
 
 
+def test_company_has_at_most_half_of_the_time_that_the_deadline_leaves() -> None:
+    b = batcher((PAIR,), max_wait_ns=100 * LEAD_NS, costs=RunCosts({PAIR: LEAD_NS / 1e9}))
+    fill(b, job(1, deadline=21 * LEAD_NS))
+    assert b.plan(0) == Plan()
+    assert b.next_wakeup_ns() == 10 * LEAD_NS
+    assert b.plan(10 * LEAD_NS).starts == (batch(0, PAIR, (1,)),)
+
+
 def test_no_more_batches_than_slots_are_in_flight() -> None:
     b = fill(batcher(in_flight=2), *(job(i, tokens=9) for i in range(6)))
     assert b.plan(0).starts == (batch(0, LONG, (0, 1)), batch(1, LONG, (2, 3)))
