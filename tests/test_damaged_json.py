@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from jgr.data.prepared import load_manifest
+from jgr.data.prepared import load_manifest, read_ids
 from jgr.fields import UserError
 from jgr.library.corpus import read_corpus
 from jgr.library.folder import read_about
@@ -22,6 +22,7 @@ from jgr.traffic.schedule import read_trace
 
 DEEP = b"[" * 20_000
 BAD_TEXT = b'{"text": "\xff"}'
+BAD_ID = b'"\xff"'
 
 
 def _corpus(path: Path) -> Any:
@@ -35,13 +36,14 @@ def _corpus(path: Path) -> Any:
         b'{"at_ms": 1, "path": "/v1/rank", "body": ' + DEEP,
         b'{"classes": [{"name": "a", "fields": {"x": ' + DEEP,
         BAD_TEXT,
+        BAD_ID,
     ],
-    ids=["field", "body", "fields", "text"],
+    ids=["field", "body", "fields", "text", "id"],
 )
 @pytest.mark.parametrize(
     "read",
-    [_corpus, read_mix, read_trace, read_arrivals, view_file.read, lambda path: list(journal.read(path))],
-    ids=["corpus", "mix", "trace", "arrivals", "views", "journal"],
+    [_corpus, read_mix, read_trace, read_arrivals, view_file.read, lambda path: list(journal.read(path)), read_ids],
+    ids=["corpus", "mix", "trace", "arrivals", "views", "journal", "ids"],
 )
 def test_a_file(tmp_path: Path, read: Callable[..., Any], content: bytes) -> None:
     path = tmp_path / "file.jsonl"

@@ -38,7 +38,9 @@ def policies(path: Path) -> list[Told]:
         if isinstance(event, Opened):
             found[line.policy] = Told(line.policy, event.name, line.now_ns, line.now_ns)
             continue
-        policy = found[line.policy]
+        policy = found.get(line.policy)
+        if policy is None:
+            raise ConfigError(f"{path}: no line opens policy {line.policy}: the file's beginning is gone")
         policy.last_ns = line.now_ns
         if isinstance(event, Closed):
             policy.ended = True

@@ -303,7 +303,7 @@ def _decoded(path: Path, decoder: msgspec.json.Decoder[Any]) -> list[Any]:
     for number, line in read_lines(path, DataError):
         try:
             values.append(decoder.decode(line))
-        except (msgspec.MsgspecError, RecursionError) as cause:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as cause:
             raise DataError(f"{path}:{number}: {cause}") from None
     return values
 

@@ -51,8 +51,8 @@ class _Journal(msgspec.Struct):
 def read_arrivals(path: Path) -> tuple[str, Float64]:
     """The format's name and the arrivals, [n] ascending seconds from the first one on.
 
-    Raises LoadError for a file of another format, without an arrival or with more than MAX_ARRIVALS, and for a line
-    without a time, which it names.
+    Raises LoadError for a file of another format, without an arrival or with more than MAX_ARRIVALS, for times too far
+    apart to be counted in ns, and for a line without a time, which it names.
     """
     times = array("q")
     found: tuple[str, TimeOf] | None = None
@@ -73,6 +73,8 @@ def read_arrivals(path: Path) -> tuple[str, Float64]:
     if found is None or not times:
         raise LoadError(f"{path}: holds no arrivals")
     ns = np.sort(np.frombuffer(times, np.int64))
+    if int(ns[-1]) - int(ns[0]) > np.iinfo(np.int64).max:  # the differences would be negative
+        raise LoadError(f"{path}: its times span more than 292 years")
     return found[0], (ns - ns[0]) / 1e9
 
 

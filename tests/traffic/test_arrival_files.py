@@ -72,6 +72,7 @@ def test_formats_are_recognised(
         (AZURE + "2023-13-16 18:17:03,1,1\n", "arrivals:5: "),
         (MOONCAKE + "{}\n", "arrivals:4: .*timestamp"),
         (MOONCAKE + '{"timestamp": 1e300}\n', "arrivals:4: "),
+        ('{"timestamp": -9e12}\n{"timestamp": 9e12}\n', "arrivals: its times span more than 292 years"),
         (JOURNAL + '{"policy":0,"now_ns":13\n', "arrivals:6: "),
         (JOURNAL + '{"policy":0,"now_ns":99999999999999999999,"event":{"type":"submit"}}\n', "arrivals:6: "),
     ],

@@ -103,7 +103,7 @@ class CostModel(Struct, frozen=True, forbid_unknown_fields=True):
         """Read what `to_json` wrote. Raises UserError where it is something else."""
         try:
             return msgspec.json.decode(text, type=cls)
-        except (msgspec.MsgspecError, UserError) as error:
+        except (msgspec.MsgspecError, UserError, UnicodeError, RecursionError) as error:
             raise UserError(f"cost model: {error}") from None
 
 

@@ -217,6 +217,15 @@ def test_a_damaged_journal_is_named_by_its_line_and_one_that_was_cut_off_is_read
         list(read(tmp_path))
 
 
+def test_a_journal_without_its_beginning_is_not_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "journal"
+    path.write_bytes(b'{"policy":3,"now_ns":5,"event":{"type":"plan"},"result":{"starts":[],"expired":[]}}\n')
+    assert show_journal.main([str(path)]) == 2
+    assert capsys.readouterr().err == f"{path}: no line opens policy 3: the file's beginning is gone\n"
+
+
 def test_a_restart_keeps_the_journal_before_it_and_only_the_owner_reads_either(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     for at in (1, 2):
