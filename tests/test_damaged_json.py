@@ -42,7 +42,15 @@ def _corpus(path: Path) -> Any:
 )
 @pytest.mark.parametrize(
     "read",
-    [_corpus, read_mix, read_trace, read_arrivals, view_file.read, lambda path: list(journal.read(path)), read_ids],
+    [
+        _corpus,
+        read_mix,
+        read_trace,
+        read_arrivals,
+        view_file.read,
+        lambda path: list(journal.read(path)),
+        read_ids,
+    ],
     ids=["corpus", "mix", "trace", "arrivals", "views", "journal", "ids"],
 )
 def test_a_file(tmp_path: Path, read: Callable[..., Any], content: bytes) -> None:

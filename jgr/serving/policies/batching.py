@@ -417,9 +417,13 @@ class Batcher(Policy[Live]):
     def _load(self, full: bool = False) -> Load:
         return KindsLoad({kind: grouping.load(full) for kind, grouping in self._groupings.items()})
 
-    def _begins_ns(self, now_ns: int) -> int:
+    def _begins_ns(self, now_ns: int, *jobs: Job) -> int:
         ends = self._lane_ends_ns(now_ns)
-        return min(ends.values()) if len(ends) == self._streams else now_ns
+        return max(min(ends.get(lane, now_ns) for lane in self._lanes_of(job.kind)) for job in jobs)
+
+    def _lanes_of(self, kind: Kind) -> Sequence[int]:
+        """The lanes that batches of a kind run on."""
+        return (0,) if kind in self._bound else range(self._streams)
 
     def _choose(self, now_ns: int) -> Start | None:
         if not self._queue.order or self._gives_way(head := self._first(), now_ns):
@@ -481,9 +485,8 @@ class Batcher(Policy[Live]):
             # The other half is for what nobody foresees: who waits until the last moment is late by any delay.
             half_ns = head.arrival_ns + (latest_ns - head.arrival_ns) // 2
             due_ns = min(due_ns, half_ns, latest_ns - lead_ns)
-        lanes = (0,) if head.kind in self._bound else range(self._streams)
         return {
             lane: max(due_ns, ends[lane] - lead_ns) if lane in ends else due_ns
-            for lane in lanes
+            for lane in self._lanes_of(head.kind)
             if flights[lane] < self._in_flight
         }

@@ -310,7 +310,7 @@ class Orchestrator(Policy[_Live]):
     def _load(self, full: bool = False) -> Load:
         return ShareLoad(self._share_ns, self._alone_ns)
 
-    def _begins_ns(self, now_ns: int) -> int:
+    def _begins_ns(self, now_ns: int, *jobs: Job) -> int:
         ends = sorted(self._lane_ends_ns(now_ns).values())
         return ends[0] if len(ends) >= self._streams else now_ns
 

@@ -325,8 +325,8 @@ class Policy(ABC, Generic[L]):
         """Nothing that waits yet. full: until the device begins with the first of it, others will fill its batch."""
 
     @abstractmethod
-    def _begins_ns(self, now_ns: int) -> int:
-        """When a run would begin on the device that is started next."""
+    def _begins_ns(self, now_ns: int, *jobs: Job) -> int:
+        """When a run of each of these jobs could begin on the device, if it were started next."""
 
     def _informed(self, job: Job, hoped: bool = False) -> Job:
         """The job with what is known of its runs when it comes. hoped: whose it is is not known; the best case."""
@@ -370,9 +370,9 @@ class Policy(ABC, Generic[L]):
     def _forecast(self, job: Job, key: Key, now_ns: int) -> tuple[int, Rejected | None]:
         """When a new job would end; and how it is refused, where that is too late for it or for one that was accepted
         before it."""
-        begin_ns = self._begins_ns(now_ns) + self._begun_ns()
         order, backlog = self._queue.order, self._queue.backlog()
         at = bisect.bisect(order, (key, job.id))
+        begin_ns = self._begins_ns(now_ns, job, self._first() if at else job) + self._begun_ns()
         load = backlog.before(at)
         end_ns = begin_ns + load.add(job)
         room_ns = 0  # where nothing else is on its way, nothing can come between
@@ -441,10 +441,9 @@ class Policy(ABC, Generic[L]):
 
     def _expire_hopeless(self, now_ns: int) -> list[int]:
         """End the queued jobs that could not finish in time if they were started next."""
-        hopeless = []
-        begins_ns = self._begins_ns(now_ns) if self._latest else 0
-        while self._latest and self._latest[0][0] < begins_ns:
-            hopeless.append(self._expire(self._latest[0][1]))
+        hopeless, latest = list[int](), self._latest
+        while latest and latest[0][0] < self._begins_ns(now_ns, self._live[latest[0][1]].job):
+            hopeless.append(self._expire(latest[0][1]))
         return hopeless
 
     def _expire(self, job_id: int) -> int:

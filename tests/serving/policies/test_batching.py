@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from jgr.config import ConfigError, ProfilesConfig
-from jgr.serving.policies.batching import LEAD_NS, Batcher, make_profiles
+from jgr.serving.policies.batching import LEAD_NS, Batcher, FixedShapes, make_profiles
 from jgr.serving.policies.jobs import (
     TRANSITIONS,
     Accepted,
@@ -42,6 +41,7 @@ LONG = Profile("recommend", 2, 32, 4)
 WIDE = Profile("recommend", 4, 8, 16)
 RANK = Profile("rank", 2, 8, 4)
 ALL = (SMALL, PAIR, LONG, WIDE, RANK)
+MS = 1_000_000
 
 
 def batch(run: int, profile: Profile, jobs: tuple[int, ...]) -> Start:
@@ -161,6 +161,34 @@ def test_company_has_at_most_half_of_the_time_that_the_deadline_leaves() -> None
     assert b.plan(0) == Plan()
     assert b.next_wakeup_ns() == 10 * LEAD_NS
     assert b.plan(10 * LEAD_NS).starts == (batch(0, PAIR, (1,)),)
+
+
+def on_lane_0(ms: int) -> Batcher:
+    """Of two lanes, the first is alone for recommend, and is busy for so long. A run takes 10 ms."""
+    costs = RunCosts({SMALL: 0.01, RANK: 0.01})
+    grouping = FixedShapes([SMALL], 1000, costs)
+    b = batcher((RANK,), streams=2, groupings={"recommend": grouping}, costs=costs, ordering=Ordering())
+    fill(b, job(0))
+    assert [start.lane for start in b.plan(0).starts] == [0]
+    b.plan((10 - ms) * MS)
+    return b
+
+
+def test_a_lane_that_takes_other_kinds_promises_nothing_to_those_that_wait_for_theirs() -> None:
+    b = on_lane_0(9)
+    late = b.submit(job(1, at=1 * MS, deadline=15 * MS), 1 * MS)
+    assert isinstance(late, Rejected) and late.reason == "too_late"
+    assert b.submit(job(2, at=1 * MS, deadline=25 * MS), 1 * MS) == Accepted(1, None, 20 * MS)
+    rank = b.submit(job(3, kind="rank", at=1 * MS, deadline=25 * MS), 1 * MS)
+    assert isinstance(rank, Rejected), "the first of the queue waits for lane 0"
+    assert b.plan(1 * MS) == Plan(), "nobody is hopeless"
+
+
+def test_only_who_waits_for_a_busy_lane_is_hopeless() -> None:
+    b = on_lane_0(9)
+    assert b.submit(job(1, kind="rank", at=1 * MS, deadline=14 * MS), 1 * MS) == Accepted(1, None, 11 * MS)
+    plan = b.plan(1 * MS)
+    assert [start.lane for start in plan.starts] == [1] and not plan.expired
 
 
 def test_no_more_batches_than_slots_are_in_flight() -> None:
@@ -391,23 +419,28 @@ class Naive:
         self.queue = [j for j in self.queue if j.id not in ids]
         self.running = {b: [j for j in jobs if j.id not in ids] for b, jobs in self.running.items()}
 
+    def size_class(self, job: Job) -> tuple[int, int]:
+        fitting = self.fitting((job,))
+        return min(p.tokens for p in fitting), min(p.width for p in fitting)
+
+    def share(self, job: Job) -> float:
+        return min(self.costs[p] / p.batch for p in self.fitting((job,)))
+
     def group(self) -> tuple[list[Job], Profile, bool]:
-        """Of all batches with the most urgent job the cheapest for each of its jobs; and whether it is full."""
+        """Of one batch for each profile that takes the most urgent job the one that does the most for its cost; and
+        whether it is full. Jobs of its priority go first, and of them those of its class; others only fill what is
+        free."""
         head = self.ordered()[0]
-        others = [j for j in self.ordered()[1:] if j.kind == head.kind]
-        best: Any = None
-        for n in range(len(others) + 1):
-            for company in itertools.combinations(others, n):
-                jobs = (head, *company)
-                for p in self.fitting(jobs):
-                    rank = [self.urgency(j) for j in jobs]
-                    smallest = min(self.fitting(jobs), key=lambda p: p.cost_tokens)
-                    score = (self.costs[smallest] / len(jobs), -len(jobs), smallest.cost_tokens, rank)
-                    if p is not smallest:
-                        continue
-                    if best is None or score < best[0]:
-                        best = score, list(jobs), p
-        _, jobs, profile = best
+        alike = [j for j in self.ordered() if j.kind == head.kind]
+        found: dict[tuple[int, ...], tuple[tuple[float, int, int], list[Job], Profile]] = {}
+        for p in sorted(self.fitting((head,)), key=lambda p: p.cost_tokens):
+            fit = [j for j in alike if p in self.fitting((j,))]
+            fit.sort(key=lambda j: (j.priority != head.priority, self.size_class(j) != self.size_class(head)))
+            jobs = sorted(fit[: p.batch], key=self.urgency)
+            done = sum(self.share(j) for j in jobs if j.priority == head.priority)
+            score = (-done / self.costs[p], -len(jobs), p.cost_tokens)
+            found.setdefault(tuple(j.id for j in jobs), (score, jobs, p))
+        _, jobs, profile = min(found.values(), key=lambda of: of[0])
         return jobs, profile, len(jobs) >= max(p.batch for p in self.fitting((head,)))
 
     def due(self, now: int, draining: bool) -> bool:

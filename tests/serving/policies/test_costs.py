@@ -165,7 +165,9 @@ def test_what_is_no_cost_model_is_refused(change: Change, words: str) -> None:
         CostModel.from_json(msgspec.json.encode(content))
 
 
-@pytest.mark.parametrize("text", [b"", b"{}", b"[1]", b"\xff", b'{"family": "x"', b'{"family": "\xff"}', "\ud800"])
+@pytest.mark.parametrize(
+    "text", [b"", b"{}", b"[1]", b"\xff", b'{"family": "x"', b'{"family": "\xff"}', "\ud800"]
+)
 def test_what_is_no_json_is_refused(text: bytes | str) -> None:
     with pytest.raises(UserError, match="cost model"):
         CostModel.from_json(text)
