@@ -21,7 +21,7 @@ import bisect
 import functools
 import math
 from collections import deque
-from collections.abc import Hashable, Mapping, Sequence, Set
+from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -160,6 +160,11 @@ class Orchestrator(Policy[_Live]):
         self._sizes_s = {0: costs, **(shorter or {})}  # by `UserPart.within`
         self._whole, self._users = whole or {}, users
         self._streams = streams or len(executors)
+        takes = {size: [n for n, of in enumerate(executors) if of >= size] for size in self._sizes}
+        takes[USER_PART] = [n for n, of in enumerate(executors) if of == USER_PART]
+        # The executors that take runs of a size, where there are fewer of them than streams: these are what they wait
+        # for, and so many of them run at a time.
+        self._few = {size: lanes for size, lanes in takes.items() if 0 < len(lanes) < self._streams}
         self._idle: dict[int, deque[int]] = {size: deque() for size in {*self._sizes, USER_PART}}
         for number, size in enumerate(executors):
             self._idle[size].append(number)
@@ -275,21 +280,30 @@ class Orchestrator(Policy[_Live]):
             self._begin_parts(entry)
 
     def _share_ns(self, job: Job) -> int:
-        return sum(map(self.costs.ns, self._runs_of(job))) // self._streams
+        return self._together_ns(self._runs_of(job))
+
+    def _together_ns(self, runs: Iterable[tuple[Hashable, int]]) -> int:
+        """What runs, with their sizes, take of the device, as many at a time as there may be."""
+        found: dict[int, int] = {}
+        for run, size in runs:
+            abreast = len(self._few.get(size, ())) or self._streams
+            found[abreast] = found.get(abreast, 0) + self.costs.ns(run)
+        return sum(ns // abreast for abreast, ns in found.items())
 
     def _alone_ns(self, job: Job) -> int:
         """The user's part, and then the others, as many at a time as there may be."""
         reads, *_ = self._parts_of(job)
-        runs = list(map(self.costs.ns, self._runs_of(job)))
-        user_ns = runs.pop(0) if reads else 0
-        return user_ns + max(max(runs, default=0), sum(runs) // self._streams)
+        runs = self._runs_of(job)
+        user_ns = self.costs.ns(runs.pop(0)[0]) if reads else 0
+        longest_ns = max((self.costs.ns(run) for run, _ in runs), default=0)
+        return user_ns + max(longest_ns, self._together_ns(runs))
 
-    def _runs_of(self, job: Job) -> list[Hashable]:
-        """The names of the runs' costs of a job that has not begun."""
+    def _runs_of(self, job: Job) -> list[tuple[Hashable, int]]:
+        """The names of the runs' costs of a job that has not begun, and their sizes."""
         reads, sizes = self._parts_of(job)
         if reads:
-            return [self._run_of(job, size) for size in (USER_PART, *sizes)]
-        return list(sizes) if job.user is None else [(WHOLE, size) for size in sizes]
+            return [(self._run_of(job, size), size) for size in (USER_PART, *sizes)]
+        return [(size if job.user is None else (WHOLE, size), size) for size in sizes]
 
     def _run_of(self, job: Job, size: int) -> Hashable:
         """The name of a run's cost: of the user's part, as it was kept when the job came."""
@@ -311,16 +325,20 @@ class Orchestrator(Policy[_Live]):
         return ShareLoad(self._share_ns, self._alone_ns)
 
     def _begins_ns(self, now_ns: int, *jobs: Job) -> int:
-        ends = sorted(self._lane_ends_ns(now_ns).values())
-        return ends[0] if len(ends) >= self._streams else now_ns
+        ends = self._lane_ends_ns(now_ns)
+        at_ns = min(ends.values()) if len(ends) >= self._streams else now_ns
+        if not self._few:
+            return at_ns
+        # Of the first job alone: a run that waits for its executor keeps nobody from an idle one.
+        lanes = [self._few[size] for _, size in self._runs_of(jobs[0]) if size in self._few]
+        return max([at_ns, *(min(ends.get(lane, now_ns) for lane in some) for some in lanes)])
 
     def _begun_ns(self) -> int:
-        waiting = (of for e in self._live.values() if e.begun for of in self._left_of(e))
-        return sum(map(self.costs.ns, waiting)) // self._streams
+        return self._together_ns(of for e in self._live.values() if e.begun for of in self._left_of(e))
 
-    def _left_of(self, entry: _Live) -> list[Hashable]:
+    def _left_of(self, entry: _Live) -> list[tuple[Hashable, int]]:
         sizes = [size for size, *_ in entry.parts] + [size for size, _ in entry.waiting]
-        return [self._run_of(entry.job, size) for size in sizes]
+        return [(self._run_of(entry.job, size), size) for size in sizes]
 
     def _cost_of(self, start: Start) -> Hashable:
         (work,) = start.work

@@ -128,6 +128,24 @@ def test_a_request_is_split_over_executors_and_joined_by_place() -> None:
     assert (o.idle(4), o.idle(8), len(o.jobs)) == (2, 1, 0)
 
 
+def test_fewer_executors_of_a_size_than_streams_promise_no_more_than_they_can_do() -> None:
+    s = 10**9
+    o = Orchestrator((USER_PART, 8), {8: 10.0, USER_PART: 1.0}, max_queue=9, streams=2)
+
+    def of(id: int, count: int, at: int, deadline: int | None, user: UserPart | None = None) -> Job:
+        return Job(id, "rank", 0, count, at * s, None if deadline is None else deadline * s, user=user)
+
+    assert o.submit(of(0, 8, 0, None), 0) == Accepted(1)
+    assert starts(o.plan(0)) == [(0, 1, 0, 8)]
+    late = o.submit(of(1, 8, 1, 15), s)
+    assert isinstance(late, Rejected) and late.reason == "too_late", "one stream is free, and no executor"
+    assert o.submit(of(2, 8, 1, 25), s) == Accepted(1, None, 20 * s)
+    assert o.submit(of(3, 16, 1, 45), s) == Accepted(2, None, 40 * s), "its parts run one after the other"
+    assert o.plan(s) == Plan(), "nobody is hopeless"
+    somebody = UserPart("somebody")
+    assert o.submit(of(4, 0, 1, 12, somebody), s) == Accepted(3, None, 2 * s), "the user's executor is free"
+
+
 def test_requests_are_split_and_foreseen_by_the_costs_of_the_users_length() -> None:
     costs = {4: 9.0, 8: 10.0, USER_PART: 20.0}
     short = {4: 2.0, 8: 7.0, USER_PART: 1.0}
