@@ -485,6 +485,9 @@ class Batcher(Policy[Live]):
             # The other half is for what nobody foresees: who waits until the last moment is late by any delay.
             half_ns = head.arrival_ns + (latest_ns - head.arrival_ns) // 2
             due_ns = min(due_ns, half_ns, latest_ns - lead_ns)
+        if waits_ns:  # nor is it worth the deadlines of those behind the first, who run after it
+            promised = (self._live[i] for _, i in self._queue.order[:LOOKED_AT])
+            due_ns = min([due_ns, *(e.idle_until_ns for e in promised if e.latest_ns is not None)])
         return {
             lane: max(due_ns, ends[lane] - lead_ns) if lane in ends else due_ns
             for lane in self._lanes_of(head.kind)

@@ -16,7 +16,8 @@ class Live:
     """A job that has not ended. key: its place among those that wait. requeued: it was started in vain.
 
     latest_ns: when its first run must start for it to be in time; None: it is not ended before its deadline, which it
-    was not promised to meet.
+    was not promised to meet. idle_until_ns: so long the device may wait for company, whoever is first, and keep that
+    promise: for half of what was left beside all that was to run before it.
     """
 
     job: Job
@@ -25,6 +26,7 @@ class Live:
     requeued: bool = False
     latest_ns: int | None = None
     accepted_ns: int = 0
+    idle_until_ns: int = 0
 
 
 @dataclass(frozen=True)

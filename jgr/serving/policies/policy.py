@@ -157,6 +157,7 @@ class Policy(ABC, Generic[L]):
         entry = self._live[job.id] = self._enter(job, key)
         if predicted_ns is not None and job.deadline_ns is not None and predicted_ns <= job.deadline_ns:
             entry.latest_ns, entry.accepted_ns = job.deadline_ns - self._alone_ns(job), now_ns
+            entry.idle_until_ns = now_ns + (job.deadline_ns - predicted_ns) // 2
         self._move(entry, "accept")
         if job.deadline_ns is not None:
             bisect.insort(self._deadlines, (job.deadline_ns, job.id))

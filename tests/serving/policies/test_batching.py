@@ -163,6 +163,18 @@ def test_company_has_at_most_half_of_the_time_that_the_deadline_leaves() -> None
     assert b.plan(10 * LEAD_NS).starts == (batch(0, PAIR, (1,)),)
 
 
+def test_nobody_waits_for_company_until_those_behind_are_late() -> None:
+    long = Profile("recommend", 4, 32, 4)
+    b = batcher(
+        (WIDE, long), max_wait_ns=20 * MS, costs=RunCosts({WIDE: 0.001, long: 0.06}), ordering=Ordering()
+    )
+    fill(b, job(1, deadline=65 * MS), job(2, tokens=32, deadline=70 * MS))
+    assert b.plan(0) == Plan()
+    at_ns = b.next_wakeup_ns()
+    assert at_ns == 4_500_000, "the long one ends at 61 ms where nobody waits, 9 before its deadline"
+    assert b.plan(at_ns).starts == (batch(0, long, (1, 2)),)
+
+
 def on_lane_0(ms: int) -> Batcher:
     """Of two lanes, the first is alone for recommend, and is busy for so long. A run takes 10 ms."""
     costs = RunCosts({SMALL: 0.01, RANK: 0.01})
