@@ -225,7 +225,10 @@ BOARDS = (
                 (
                     (most("jgr_repair_disorder"), "1 - Kendall's tau, of the last samples"),
                     (most("jgr_repair_fell_back"), "computed whole in place of that"),
-                    (mean("jgr_repair_kendall_tau"), "Kendall's tau"),
+                    *(
+                        (expression, f"Kendall's tau {legend}")
+                        for expression, legend in quantiles("jgr_repair_kendall_tau", at=(0.05, 0.5))
+                    ),
                     (mean("jgr_repair_top10_overlap"), "overlap of the first ten"),
                     (mean("jgr_repair_kl"), "KL divergence"),
                 ),

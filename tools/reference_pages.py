@@ -250,7 +250,7 @@ def series() -> str:
         "Metrics",
         "`GET /metrics` answers in the text format of Prometheus. All are counters, gauges and histograms over the "
         "server's life: rates are for the reader to compute. A histogram has the series `_bucket`, `_sum` and "
-        f"`_count`; those of values that may be negative ({_without_sum()}) have no `_sum`. "
+        f"`_count`; those of values that may be negative ({without_sum()}) have no `_sum`. "
         "A server of several models adds the label `model` to all but "
         + ", ".join(f"`{name}`" for name in metrics.OF_THE_PROCESS)
         + ", and a [fleet](../fleet.md) the label `replica` to all. Series of a cache, of a feature store and of "
@@ -261,7 +261,7 @@ def series() -> str:
     )
 
 
-def _without_sum() -> str:
+def without_sum() -> str:
     """The names of the histograms whose series have no `_sum`, which the client library leaves out."""
     histograms = [family for family in _families() if family.type == "histogram" and family.samples]
     found = [
@@ -281,6 +281,10 @@ def _families() -> list[Metric]:
     shown.paging = lambda: PagingCounts({"items": {}, "features": {}}, 0, 0, 0, 0, {})
     shown.requests.labels("/v1/recommend", "200")
     shown.parts.labels("0")
+    for purpose in ("request", "placement"):
+        shown.item_bytes.labels("", "", purpose)
+    for outcome in ("fetched", "computed"):
+        shown.items_missing.labels(outcome)
     shown.show_model(
         ModelInfo(
             id="", version="", catalog_version="", catalog_items=0, depth=1, normalize="valid", beam_width=1,

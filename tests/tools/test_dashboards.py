@@ -7,6 +7,7 @@ from __future__ import annotations
 import http.client
 import json
 import math
+import re
 import socket
 import subprocess
 import threading
@@ -29,7 +30,7 @@ from tests.serving.scorer_fakes import HSTU, ScorerServer
 from tests.serving.scorers.test_executors import ITEMS, engine, fill, toy  # noqa: F401
 from tests.serving.scorers.test_paging import PAGED, asked, folder_of, settings
 from tests.serving.versions.test_shared_memory import Two
-from tools import dashboards
+from tools import dashboards, reference_pages
 from tools.dashboards import ALERTS, BOARDS, DEPLOY, WINDOW
 
 PATIENCE_S = 60.0
@@ -53,6 +54,16 @@ def test_every_series_of_ours_stands_on_a_board_with_its_text() -> None:
         for panel in dashboards.dashboard(board)["panels"]
     ]
     assert len(set(places)) == len(places)
+
+
+def test_every_mean_has_a_sum_to_divide() -> None:
+    """The client library leaves `_sum` out where values may be negative."""
+    queries = " ".join(
+        expression for board in BOARDS for panel in board.panels for expression, _ in panel.queries
+    )
+    sums = set(re.findall(r"(\w+)_sum\b", queries))
+    assert "jgr_batch_size" in sums
+    assert sums.isdisjoint(re.findall(r"\w+", reference_pages.without_sum()))
 
 
 @contextmanager

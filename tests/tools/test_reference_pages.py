@@ -69,6 +69,12 @@ def test_everything_is_there() -> None:
     assert "| `source`: `cached`, `computed` |" in pages()["metrics.md"]
 
 
+def test_each_series_has_the_labels_that_dashboards_sum_by() -> None:
+    labels = dict(re.findall(r"^\| `(\w+)` \| \w+ \| (.*?) \|", pages()["metrics.md"], re.MULTILINE))
+    assert labels["jgr_fleet_item_bytes_total"] == "`from`; `to`; `purpose`: `request`, `placement`"
+    assert labels["jgr_fleet_items_missing_total"] == "`outcome`: `fetched`, `computed`"
+
+
 def test_links_between_the_types_lead_to_them() -> None:
     http = pages()["http.md"]
     assert set(re.findall(r"\]\(#(\w+)\)", http)) <= {name.lower() for name in sections(http)}
