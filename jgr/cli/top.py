@@ -24,7 +24,7 @@ from absl import flags
 from jgr import extras
 from jgr.cli import console
 from jgr.config import UserError
-from jgr.fields import printable
+from jgr.fields import one_line, printable
 
 if TYPE_CHECKING:
     from jgr.client.remote import Client
@@ -152,10 +152,13 @@ def _watch(
 ) -> None:
     """Show views until somebody ends it. Raises RequestFailed where nothing answers at first, or for the one view."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background command ignores
-    from jgr.client.errors import Unavailable
+    from jgr.client.errors import Unauthorized, Unavailable
 
     found = views(client, url.partition("://")[2].rstrip("/"), interval_s)
-    first = next(found)  # before the screen is ours: an error is to be seen
+    try:
+        first = next(found)  # before the screen is ours: an error is to be seen
+    except Unauthorized as error:
+        raise UserError(f"{url} asks for a client's key; see --api_key; it says: {one_line(error)}") from None
     if once and isinstance(first, str):
         raise Unavailable(first, "unavailable")
     drawn = sys.stdout.isatty() and not (once or as_json)

@@ -39,7 +39,10 @@ def run_lines(report: Mapping[str, Any]) -> list[str]:
         lines.append(f"lateness  {shown} (of the client, in turning to a request)")
     if waited := report["waited_for_connection"]:
         most_ms = report["connection_wait_max_ms"]
-        lines.append(f"waited    {waited} requests over 1 ms for a connection, the longest {most_ms:.1f} ms")
+        several = "" if waited == 1 else "s"
+        lines.append(
+            f"waited    {waited} request{several} over 1 ms for a connection, the longest {most_ms:.1f} ms"
+        )
     if is_late(report):
         lines.append(
             "warning   the client fell behind its schedule: that lateness is in the latencies, and not the server's; "

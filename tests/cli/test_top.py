@@ -123,7 +123,12 @@ def test_where_nothing_answers_it_says_so(server: LiveServer) -> None:
         2,
         f"jgr: nobody answers at http://127.0.0.1:{port}: Connection refused; does jgr serve run there?\n",
     )
-    with jgr.Client(f"http://127.0.0.1:{server.port}", "wrong") as client:
+    url = f"http://127.0.0.1:{server.port}"
+    done = run_top(url, "--once", "--api_key=wrong")
+    assert done.returncode == 2 and done.stderr.startswith(
+        f"jgr: {url} asks for a client's key; see --api_key; it "
+    )
+    with jgr.Client(url, "wrong") as client:
         with pytest.raises(jgr.Unauthorized, match="API key"):
             next(top.views(client, "here", 0.0))
 

@@ -150,7 +150,7 @@ def test_the_lines_say_what_the_report_says() -> None:
         "  class feed:", "  class mail:", "lateness ", "waited ", "warning ",
     ]  # fmt: skip
     assert [line[: len(start)] for line, start in zip(lines, starts, strict=True)] == starts
-    assert lines[-2] == "waited    1 requests over 1 ms for a connection, the longest 250.0 ms"
+    assert lines[-2] == "waited    1 request over 1 ms for a connection, the longest 250.0 ms"
     assert "offered 1.8/s, answered 1.2/s" in lines[0]
     assert lines[1] == "refused   429: 1 overloaded"
     assert "answered 200 within deadline_ms, else 101 ms (42.9% of the requests)" in lines[2]

@@ -218,8 +218,7 @@ class Engine(Generic[S]):
             self.metrics.rejected["queue_full"].inc()
             self.served.lost(request)
             raise refusal(Rejected("queue_full"))
-        deadline_ms = self._deadline_ms(request)
-        if deadline_ms is None:
+        if (deadline_ms := self._deadline_ms(request)) is None:
             return None
         whole_ns, now_ns = round(deadline_ms * 1e6), self.clock()
         # Of an idle engine nothing is reserved, so that one that refuses everything finds out that it need not.
@@ -232,7 +231,7 @@ class Engine(Generic[S]):
             return deadline_ns
         self.metrics.rejected["too_late"].inc()
         self.served.lost(request)
-        raise refusal(verdict, arrival_ns, deadline_ns, self._host.part_ns)
+        raise refusal(verdict, arrival_ns, deadline_ns, self._host.part_ns, deadline_ms)
 
     def _refused(self, verdict: Rejected, task: Any, job: Job) -> RequestError:
         """The error of a job that the policy did not take."""
@@ -242,7 +241,8 @@ class Engine(Generic[S]):
         self.served.lost(task.request)
         if verdict.reason == "too_late" and not isinstance(task.request, Prefill):
             self._host.refused(task.request, job)
-        return refusal(verdict, job.arrival_ns, job.deadline_ns, self._host.part_ns)
+        part_ns, given_ms = self._host.part_ns, self._deadline_ms(task.request)
+        return refusal(verdict, job.arrival_ns, job.deadline_ns, part_ns, given_ms)
 
     def encoded(self, ticket: Ticket) -> None:
         """The answer of a ticket is about to be sent."""
@@ -473,10 +473,10 @@ class Engine(Generic[S]):
 
     def _expire(self, job_ids: Sequence[int]) -> None:
         self.metrics.deadline_expired.inc(len(job_ids))
-        for ticket in (self._tickets[job_id] for job_id in job_ids):
+        for ticket in [self._tickets[job_id] for job_id in job_ids]:
             if ticket.predicted_ns is not None:  # it would have ended later still
                 self.metrics.observe_forecast((self.clock() - ticket.predicted_ns) / 1e9)
-        self._end(job_ids, partial(RequestError, "deadline_exceeded", "the deadline has passed"))
+            self._end([ticket.job_id], partial(failures.late, ticket.deadline_ns, self.clock()))
 
     def _end(self, job_ids: Sequence[int], error: Callable[[], Exception]) -> None:
         """Live requests end without an answer, each with an error of its own."""

@@ -52,3 +52,12 @@ def answer(error: Exception) -> RequestError:
         said = "what the model reads is not there now; see the server's log"
         return RequestError("unavailable", said, retry_after_s=RETRY_AFTER_S)
     return RequestError("internal", "the model failed; see the server's log")
+
+
+def late(deadline_ns: int | None, now_ns: int) -> RequestError:
+    """What a request is told that the policy has given up: since no answer comes in time, or since it waited for too
+    long, which with the order codel needs no deadline."""
+    passed = deadline_ns is not None and deadline_ns <= now_ns
+    return RequestError(
+        "deadline_exceeded", "the deadline has passed" if passed else "it has waited for too long"
+    )

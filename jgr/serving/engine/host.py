@@ -111,9 +111,14 @@ def _alike(request: Request) -> Hashable:
 
 
 def refusal(
-    verdict: Rejected, arrival_ns: int = 0, deadline_ns: int | None = None, host_ns: int = 0
+    verdict: Rejected,
+    arrival_ns: int = 0,
+    deadline_ns: int | None = None,
+    host_ns: int = 0,
+    given_ms: float | None = None,
 ) -> RequestError:
-    """Why a job was not taken, where no size is to blame. host_ns: what it would have needed of the host."""
+    """Why a job was not taken, where no size is to blame. deadline_ns: when its last run must end. host_ns: what it
+    would have needed of the host. given_ms: its deadline, as its caller knows it or the server gives it."""
     if verdict.reason == "draining":
         return RequestError("unavailable", "the server is draining")
     if verdict.predicted_ns is None or deadline_ns is None or verdict.reason != "too_late":
@@ -123,7 +128,7 @@ def refusal(
     why = (
         "would make others late, which were accepted before it"
         if verdict.for_others
-        else "is past its deadline"
+        else "is past its deadline" + ("" if given_ms is None else f" of {round(given_ms, 2):g} ms")
     )
     return RequestError(
         "overloaded",

@@ -93,9 +93,7 @@ class Caller:
         """Take a token for a call. Raises RequestError where the key's rate is used up."""
         wait_ns = 0 if self.bucket is None else self.bucket.take(now_ns)
         if wait_ns:
-            message = (
-                f"the key {self.name!r} may make {self.limits.rate:g} requests a second; try again later"
-            )
+            message = f"the key {self.name!r} has used up its rate of {self.limits.rate:g} a second; try again later"
             raise RequestError("quota_exceeded", message, retry_after_s=-(-wait_ns // NS_PER_S))
 
 

@@ -340,7 +340,7 @@ def test_a_keys_rate_counts_for_the_whole_fleet(fleet: Fleet) -> None:
     refused = next(answer for answer in answers if answer.status == 429)
     error = refused.json()["error"]
     assert error["type"] == "quota_exceeded"
-    assert error["message"] == "the key 'slow' may make 0.001 requests a second; try again later"
+    assert error["message"] == "the key 'slow' has used up its rate of 0.001 a second; try again later"
     assert 1800 < int(refused.headers["retry-after"]) <= 2000
     assert refused.headers["x-request-id"] == error["request_id"]
 

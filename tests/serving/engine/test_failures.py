@@ -6,7 +6,8 @@ from __future__ import annotations
 import pytest
 
 from jgr.fields import UserError
-from jgr.serving.engine.failures import QUIET_NS, Failures, answer
+from jgr.serving.engine.failures import QUIET_NS, Failures, answer, late
+from tests.serving.fakes import LiveServer
 
 
 def test_what_is_not_there_is_told_once_in_a_while_by_cause_and_faults_each_time(
@@ -40,3 +41,20 @@ def test_clients_are_told_whether_to_try_again() -> None:
     assert (away.type, away.retry_after_s) == ("unavailable", 1)
     assert fault.type == "internal"
     assert "secret" not in f"{away}{fault}"
+
+
+def test_a_request_without_a_deadline_is_not_told_that_it_has_passed() -> None:
+    assert late(5, 5).message == "the deadline has passed"
+    assert late(6, 5).message == late(None, 5).message == "it has waited for too long"
+    assert late(None, 5).type == "deadline_exceeded"
+
+
+def test_codel_tells_a_request_without_a_deadline_that_it_waited() -> None:
+    with LiveServer("batching.order=codel") as server:
+        server.executor.hold()
+        running = server.send("/v1/recommend", {"history": ["a"], "top_k": 1})
+        server.executor.wait_entered()
+        queued = server.call("/v1/rank", {"history": ["a"], "candidates": ["b"]})
+        assert (queued.status, queued.error["message"]) == (504, "it has waited for too long")
+        server.executor.release()
+        assert running.reply().status == 200

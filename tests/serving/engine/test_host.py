@@ -51,9 +51,9 @@ def test_who_waits_for_too_long_is_refused_without_a_prediction() -> None:
 def test_a_deadline_that_has_passed_is_told_what_has_passed_already() -> None:
     verdict = known_late(make_host(), REQUEST, 200, 230)
     assert verdict is not None
-    late = refusal(verdict, 10 * MS, 200 * MS, 5 * MS)
+    late = refusal(verdict, 10 * MS, 200 * MS, 5 * MS, 200.0)
     assert late.predicted_ms == 230 - 10 + 5
-    assert late.message == "the answer may take 225.0 ms, which is past its deadline"
+    assert late.message == "the answer may take 225.0 ms, which is past its deadline of 200 ms"
     others = refusal(replace(verdict, for_others=True), 10 * MS, 400 * MS, 5 * MS)
     assert others.predicted_ms == 225
     assert others.message.endswith("which would make others late, which were accepted before it")

@@ -132,7 +132,7 @@ def test_a_rate_is_of_its_key_and_of_all_that_makes_work(tmp_path: Path) -> None
         for path, body in (("/v1/rank", {"history": ["a"], "candidates": ["b"]}), ("/v1/items/a", None)):
             reply = server.call(path, body, **bearer(ADA))
             assert told(reply) == (429, "quota_exceeded")
-            assert "'ada' may make 0.001 requests a second" in reply.error["message"]
+            assert "'ada' has used up its rate of 0.001 a second" in reply.error["message"]
             assert 900 < int(reply.headers["retry-after"]) <= 1000
         assert told(server.call("/v1/users/u/cache", method="DELETE", **bearer(ADA))) == (
             429,
@@ -364,7 +364,7 @@ def test_what_a_key_holds_counts_under_its_new_limits(tmp_path: Path) -> None:
     keys.reload()
     after = ada()
     assert after.share is not None and after.places is not None
-    with pytest.raises(RequestError, match="1 requests a second"):
+    with pytest.raises(RequestError, match="its rate of 1 a second"):
         after.charge(0)  # the rate is the same, and is used up
     assert [after.share.enter("queue", 4) for _ in range(2)] == [True, False]
     assert [visits[2].admits(after.places), Visit().admits(after.places)] == [True, False]
