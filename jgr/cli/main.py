@@ -167,8 +167,8 @@ def _listing() -> str:
 
 
 def _usage(name: str, command: Command) -> str:
-    """The help text of one command: its own flags, then the shared ones."""
-    lines = [f"jgr {name}: {command.HELP}", ""]
+    """The help text of one command: what it does, its own flags, then the shared ones."""
+    lines = [f"jgr {name}: {command.HELP}", "", (command.__doc__ or "").strip(), ""]
     for module in (command.__name__, console.__name__):
         for flag in flags.FLAGS.get_flags_for_module(module):
             default = "" if flag.default in (None, "", []) else f" (default: {flag.default_as_str})"

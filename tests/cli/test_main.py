@@ -109,6 +109,8 @@ def test_help_shows_the_shared_flags(name: str) -> None:
     done = run_here(name, "--help")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(f"jgr {name}: ")
+    about, _, shown = done.stdout.partition("\n  --")
+    assert shown and (importlib.import_module(COMMANDS[name]).__doc__ or "").strip() in about
     for flag in ("--config ", "--set ", "--log_format ", "--log_level "):
         assert f"\n  {flag}" in done.stdout
 
