@@ -76,9 +76,10 @@ class BatchingConfig:
     # with 429.
     max_queue: int = 1024
     # Which request goes next: deadline, the earliest deadline of those that can still be met, and what cannot be
-    # answered in time is refused at once; or, to compare with and refusing nothing, edf, the earliest deadline; fifo,
-    # lifo, the first or the last come; codel, fifo. With codel a request gets a 504, even without a deadline, once it
-    # has waited for 20 ms, or for 100 ms where the queue was empty within the last 100 ms.
+    # answered in time is refused at once; or, to compare with, which refuse only what a full queue has no room for:
+    # edf, the earliest deadline; fifo, lifo, the first or the last come; codel, fifo. With codel a request gets a 504,
+    # even without a deadline, once it has waited for 20 ms, or for 100 ms where the queue was empty within the last
+    # 100 ms.
     order: Literal["deadline", "edf", "fifo", "lifo", "codel"] = "deadline"
     # Batches of a stream that are handed to the device, so that it need not wait for the host.
     in_flight: int = 2
