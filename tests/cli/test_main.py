@@ -242,6 +242,7 @@ def long(x):
 
 def body(argv):
     jax.config.update("jax_enable_compilation_cache", False)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job is deaf to it
     print("compiling")
     threading.Thread(target=interrupt, daemon=True).start()
     for size in range(64, 1000):  # until one is met, which a busy machine may take long for
