@@ -54,6 +54,7 @@ WORDS: Mapping[str, Mapping[str, str]] = {
         "beauty-text": "our generator on Amazon Beauty with texts",
         "industrial-own-code": "our generator on Industrial, a code an item",
         "industrial-text": "our generator on Amazon Industrial with texts",
+        "sports-own-code": "our generator on Amazon Sports, a code an item",
         "industrial": "our generator on Amazon Industrial",
         "ml1m": "our generator on MovieLens 1M",
         "hstu-industrial": "HSTU on Amazon Industrial",

@@ -86,6 +86,7 @@ MODELS: Mapping[str, Model] = {
     "beauty-text": Model("Amazon Beauty", GENERATOR, "with texts"),
     "industrial-own-code": Model("Amazon Industrial", GENERATOR, "a code for each item, with texts"),
     "industrial-text": Model("Amazon Industrial", GENERATOR, "with texts"),
+    "sports-own-code": Model("Amazon Sports", GENERATOR, "a code for each item, with texts"),
     "hstu-counting-sports": Model("Amazon Sports", SCORER, "HSTU"),
     "informed-sports": Model("Amazon Sports", SCORER, "HSTU with texts"),
     "informed-sports_repeats": Model("Amazon Sports", SCORER, "HSTU with texts and weights for the history"),
