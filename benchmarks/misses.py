@@ -78,12 +78,6 @@ MISSES = (
         "the time.",
     ),
     Miss(
-        "A device that has a batch of eight in 2 ms",
-        r"device-busy-at-2-ms-a-batch",
-        "On a slow machine the device waits for the host, which reads, plans and answers eight requests in these 2 ms; "
-        "on a faster one the target was met. What part of the host it waits for was not looked into.",
-    ),
-    Miss(
         "A warm start of a generator",
         r"seconds-to-the-first-answer-warm-generator",
         "The machine was slow that day: an older commit, which had met the target on such a machine, took as long in "
