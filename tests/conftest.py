@@ -203,11 +203,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = sorted((item for item in items if item not in left), key=_place)
 
 
-def pytest_collection_finish() -> None:
-    """What is there before the first test stays, jax and all tests: no collection of garbage looks at it."""
-    gc.freeze()
-
-
 def pytest_runtest_call(item: pytest.Item) -> None:
     item.user_properties.extend(("needs", need) for need in sorted(_marks(item).intersection(_NEEDS)))
 
