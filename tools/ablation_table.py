@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from jgr.ablation.report import markdown
-from tools.readme_table import MarkerError, replace_table
+from tools.markdown import MarkerError, replace_table
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "ablations.md"
 BEGIN = "<!-- mechanisms: written by python -m tools.ablation_table -->"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from jgr.config import Config
 from jgr.config.reference import markdown, reference
-from tools.readme_table import MarkerError, replace_table
+from tools.markdown import MarkerError, replace_table
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
 BEGIN = "<!-- fields: written by python -m tools.config_reference -->"

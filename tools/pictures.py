@@ -17,7 +17,7 @@ from pathlib import Path
 
 from benchmarks import pictures
 from benchmarks.harness import read_result
-from tools.readme_table import MarkerError, replace_table
+from tools.markdown import MarkerError, replace_table
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"

@@ -10,25 +10,23 @@ from typing import Any
 import pytest
 
 from benchmarks.sources import checked_out
+from tools import quality_table
 from tools.claims import listing
+from tools.markdown import MarkerError, replace_table
+from tools.quality_table import MODELS, OTHER_CHOICE
 from tools.readme_table import (
     BEGIN,
     END,
     HEADLINES,
-    MODELS,
     ORDER_METRICS,
-    OTHER_CHOICE,
     QUALITY_BEGIN,
     QUALITY_END,
     WRITTEN,
-    MarkerError,
     faults_table,
     load_results,
     misses,
     order_table,
-    quality_table,
     readme,
-    replace_table,
     table,
 )
 
@@ -184,23 +182,29 @@ def test_two_rows_for_each_dataset_of_the_quality_benchmarks() -> None:
         {**RESULT, "benchmark": "quality_beauty", "sources": digest["quality_beauty"], "rows": generator},
         {**RESULT, "benchmark": "quality_rules", "sources": digest["quality_rules"], "rows": [rules]},
     ]
-    assert quality_table(results).split("\n") == [
+    earlier = ["", "† measured on earlier code (`make claims`)."]
+    assert quality_table.whole(results).split("\n") == [
         "| dataset | items of the history | sequential rules | sequence-kNN | item-kNN | SASRec, trained here | "
         "jgr: generator | jgr: scorer | jgr: scorer + rules | published |",
         "|---|---|---|---|---|---|---|---|---|---|",
         "| Amazon Beauty | left out | .2500 / .1600 |  |  | .2000 / .1000 | .1000 / .0500 | HSTU .3000 / .1500† | "
         "HSTU .4000 / .2500† | SASRec .2392 / .1259; TIGER 1.0000 / .5000 |",
         "| Amazon Beauty | allowed | .1500 / .1100 |  |  |  |  | HSTU .2000 / .1000† |  |  |",
+        *earlier,
+    ]
+    assert quality_table.summary(results).split("\n") == [
+        "| dataset | items of the history | sequential rules | best published | jgr: generator | jgr: scorer |",
+        "|---|---|---|---|---|---|",
+        "| Amazon Beauty | left out | .2500 / .1600 | TIGER 1.0000 / .5000 | .1000 / .0500 | HSTU .3000 / .1500† |",
         "",
         "Sequential rules, which only count, beat every model of jgr in HR@10 or NDCG@10 on: Amazon Beauty with "
         "the history's",
         "items left out; Amazon Beauty with the history's items allowed.",
-        "",
-        "† measured on earlier code (`make claims`).",
+        *earlier,
     ]
     results[-1]["rows"] = [{**rules, "exclude_history": False}]
     with pytest.raises(ValueError, match="beauty: the results do not agree"):
-        quality_table(results)
+        quality_table.whole(results)
 
 
 def test_every_quality_result_is_of_a_model_that_the_table_names() -> None:
@@ -225,7 +229,7 @@ def test_a_row_for_each_way_of_ranking() -> None:
         {"of": "some-set", "method": "difference", **figures},
     ]
     results = [{**RESULT, "rows": found}, {**RESULT, "benchmark": "bat_accuracy", "rows": found}]
-    assert quality_table(results).count("some") == 0
+    assert quality_table.whole(results).count("some") == 0
     assert order_table(results).split("\n")[2:] == [
         "| some-set | retriever | .2500 | .2500 | .2500 | 1.0000 | .2500 | .2500 |  |",
         "| some-set | both, item_prefix | .2500 | .2500 | .2500 | 1.0000 | .2500 | .2500 | 7% |",
@@ -234,8 +238,10 @@ def test_a_row_for_each_way_of_ranking() -> None:
 
 def test_only_the_part_between_the_markers_changes() -> None:
     text = f"before\n{BEGIN}\nold\n{END}\nafter\n"
-    assert replace_table(text, "new") == f"before\n{BEGIN}\nnew\n{END}\nafter\n"
-    assert replace_table(replace_table(text, "new"), "new") == replace_table(text, "new")
+    assert replace_table(text, "new", BEGIN, END) == f"before\n{BEGIN}\nnew\n{END}\nafter\n"
+    assert replace_table(replace_table(text, "new", BEGIN, END), "new", BEGIN, END) == replace_table(
+        text, "new", BEGIN, END
+    )
 
 
 @pytest.mark.parametrize(
@@ -243,7 +249,7 @@ def test_only_the_part_between_the_markers_changes() -> None:
 )
 def test_missing_or_repeated_markers_are_refused(text: str) -> None:
     with pytest.raises(MarkerError, match="once each and in this order"):
-        replace_table(text, "new")
+        replace_table(text, "new", BEGIN, END)
 
 
 def test_results_come_in_order_of_their_names(tmp_path: Path) -> None:
