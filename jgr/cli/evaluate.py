@@ -203,28 +203,30 @@ def _compare(
         chosen.append(replace(options, exclude_history=not options.exclude_history, unconstrained=False))
     total = len(examples) * len(chosen)
     with _serve(config, catalog, options) as served, _answers("evaluating", total) as on_answers:
-        width = served.info.beam_width
+        model, width = served.info.id, served.info.beam_width
+        _check_lengths(examples, served.info.max_history, chosen)
         answers = [
             served.recommend_all(examples, _query(each, catalog, width), lambda: on_answers(1))
             for each in chosen
         ]
     tables = [
-        _table(config, dataset, examples, each, ranked) for each, ranked in zip(chosen, answers, strict=True)
+        _table(model, config, dataset, examples, each, ranked)
+        for each, ranked in zip(chosen, answers, strict=True)
     ]
-    found = {"model": config.model.name, "beam_width": width, **tables[0][1]}
+    found = {"model": model, "beam_width": width, **tables[0][1]}
     if options.both_conventions:
         found["other_convention"] = {"exclude_history": chosen[1].exclude_history, **tables[1][1]}
     return [line for lines, _ in tables for line in [*lines, ""]][:-1], found
 
 
 def _table(
-    config: Config, dataset: Dataset, examples: Examples, options: Options, ranked: Int32
+    model: str, config: Config, dataset: Dataset, examples: Examples, options: Options, ranked: Int32
 ) -> tuple[list[str], dict[str, Any]]:
-    """The table of one convention, and its values. ranked: the model's rows, [n, largest k or fuse_depth]."""
+    """The table of one convention, and its values. ranked: the rows of `model`, [n, largest k or fuse_depth]."""
     from jgr.evaluation.fusion import reciprocal_rank_fusion
     from jgr.evaluation.report import RULES, compare, convention, format_comparison
 
-    model, top_k = config.model.name, max(options.ks)
+    top_k = max(options.ks)
     rankings = _baselines(dataset, examples, options)
     rankings |= _rank_trained(dataset.catalog, examples, options)
     fusion = f"{model} + {RULES}"
@@ -255,7 +257,7 @@ def _table(
 
 
 def _rank_trained(catalog: Catalog, examples: Examples, options: Options) -> dict[str, Int32]:
-    """The ranking of each --baseline, by name; baselines of the same kind are told apart by their folders."""
+    """The ranking of each --baseline, by name; several are told apart by their folders, as they were given."""
     from jgr.models import retrievers
 
     found = {}
@@ -263,7 +265,7 @@ def _rank_trained(catalog: Catalog, examples: Examples, options: Options) -> dic
         cfg, params = retrievers.load_for(Path(text), catalog.item_ids)
         name = retrievers.retriever(cfg).NAME
         if len(options.baseline) > 1:
-            name = f"{name} {Path(text).name}"
+            name = f"{name} {text}"
         found[name] = retrievers.top_k(
             params, cfg, examples.histories, max(options.ks),
             exclude_seen=options.exclude_history, asked=examples.target_times,
@@ -403,6 +405,16 @@ def _feedback(
     return feedback.lines(measured, model), {"model": model, **counts, **asdict(measured)}
 
 
+def _check_lengths(examples: Examples, max_history: int, chosen: Sequence[Options]) -> None:
+    """Raise UserError where a history is too long to be told whole, as it must be for its items to be left out."""
+    longest = int((examples.histories.stops - examples.histories.starts).max(initial=0))
+    if longest > max_history and any(options.exclude_history for options in chosen):
+        raise UserError(
+            f"--exclude_history, --both_conventions: a history has {longest} items, more than server.max_history "
+            f"({max_history}): set it to {longest}"
+        )
+
+
 def _query(options: Options, catalog: Catalog, width: int, partial: bool = False) -> Query:
     """What the examples ask for. width: the beam width; 0 for a model that only ranks.
 
@@ -416,6 +428,10 @@ def _query(options: Options, catalog: Catalog, width: int, partial: bool = False
         return Query(deep, None, options.exclude_history)
     if top_k > width and not partial:
         raise UserError(f"--k: {max(options.ks)} needs a beam.width of at least that; it is {width}")
+    if options.fuse_depth > width:
+        raise UserError(
+            f"--fuse_depth: {options.fuse_depth} needs a beam.width of at least that; it is {width}"
+        )
     return Query(min(deep, width), width, options.exclude_history)
 
 

@@ -31,7 +31,7 @@ def define_flags() -> None:
     flags.DEFINE_enum(
         "split", None, splits, "how valid and test are split off; default: the source's usual way"
     )
-    flags.DEFINE_integer("min_user", None, "drop users with fewer interactions", lower_bound=0)
+    flags.DEFINE_integer("min_user", 0, "drop users with fewer interactions", lower_bound=0)
     flags.DEFINE_integer("min_item", None, "drop items with fewer interactions", lower_bound=0)
     flags.DEFINE_integer("bpe_vocab", 0, "train a tokenizer of so many tokens on the titles", lower_bound=0)
     flags.DEFINE_enum(

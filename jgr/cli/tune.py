@@ -17,6 +17,7 @@ from absl import flags
 from jgr import extras
 from jgr.cli import console
 from jgr.config import Config, UserError
+from jgr.files import writing
 
 HELP = "search for the hyper-parameters of a training, on the validation split"
 
@@ -56,10 +57,9 @@ def main(argv: Sequence[str]) -> int:
     best, value, number = study.best()
     print("\n".join(studies.told(study.rows())))
     path = Path(values.out) / studies.BEST
-    path.write_text(
-        f"# Trial {number} of a study of {study.finished}: validation {value:.4f}.\n" + dump(best, "toml"),
-        encoding="utf-8",
-    )
+    head = f"# Trial {number} of a study of {study.finished}: validation {value:.4f}.\n"
+    with writing(path, UserError) as stream:
+        stream.write((head + dump(best, "toml")).encode())
     print(f"its model: {study.folder_of(number)}, which jgr serve takes")
     out = "" if best.train.out else " --set train.out=FOLDER"
     print(f"train it anew: jgr train --config={path}{out}")

@@ -18,6 +18,7 @@ A folder holds
 from __future__ import annotations
 
 import hashlib
+import tokenize
 import zipfile
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -329,11 +330,17 @@ def load_arrays(path: Path) -> Arrays:
     return Arrays(**content)
 
 
+DAMAGED = (
+    ValueError, KeyError, EOFError, SyntaxError, tokenize.TokenError, NotImplementedError, zipfile.BadZipFile,
+)  # fmt: skip
+"""What numpy raises for files that are none of its own, or no longer."""
+
+
 def load_npz(path: Path) -> dict[str, npt.NDArray[Any]]:
     """Read the arrays of an .npz file, none of Python objects. Raises DataError if the file is damaged."""
     with reading(path, DataError) as stream:
         try:
             with np.load(stream) as content:
                 return {name: content[name] for name in content.files}
-        except (ValueError, KeyError, EOFError, zipfile.BadZipFile) as cause:
+        except DAMAGED as cause:
             raise DataError(f"{path}: is damaged: {cause}") from None

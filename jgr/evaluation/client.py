@@ -24,7 +24,8 @@ CONNECTIONS = 16
 class RemoteServer:
     """A model of a running server, asked through jgr.evaluation.served.Served.
 
-    catalog: must be the one that the answers name. name: the model to ask; "": the first that has the catalog.
+    catalog: must be the one that the answers name. name: the model to ask; where the server has none of that name with
+    this catalog, the first that has the catalog, which `info` names.
     """
 
     in_flight = CONNECTIONS

@@ -210,7 +210,7 @@ def measure(
             {name: Areas(of[:, at], labels) for name, of in scores.items()}, owner, resamples, seed
         )
         differences[task] = {}
-        for name in scores.keys() - {model} if resamples else ():
+        for name in (other for other in scores if other != model and resamples):
             apart = drawn[model] - drawn[name]
             defined = apart[~np.isnan(apart), None]
             low, high = bootstrap.interval(defined) if len(defined) else ([np.nan], [np.nan])

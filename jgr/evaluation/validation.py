@@ -160,6 +160,8 @@ def ranker_recall(config: Config, dataset: Dataset) -> Callable[[DecoderConfig, 
                 listed = candidates[chosen]
                 first = np.full(len(chosen), items_first)
                 found = np.asarray(scores(params, histories[chosen], listed, first, cfg=cfg))
+                if np.isnan(found).any():
+                    raise ConfigError("a validation's scores are no numbers: lower train.learning_rate")
                 best = np.take_along_axis(listed, rank_candidates(found)[:, :TOP_K], axis=1)
                 ranked[at : at + together, : best.shape[1]] = best[: len(eligible) - at]
             recalls.append(_quality(ranked, examples.select(eligible), metric))

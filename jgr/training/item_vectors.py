@@ -15,6 +15,7 @@ Letters: n items, e dimensions, p pairs.
 
 from __future__ import annotations
 
+import tokenize
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -58,7 +59,12 @@ def load_vectors(path: str | Path, n_items: int) -> Float32:
         mapped = np.load(path, mmap_mode="r")
     except OSError as cause:
         raise VectorError(f"{path}: cannot be read: {cause.strerror or cause}") from None
-    except (ValueError, EOFError, SyntaxError) as cause:
+    except (
+        ValueError,
+        EOFError,
+        SyntaxError,
+        tokenize.TokenError,
+    ) as cause:  # of its header, which numpy parses
         raise VectorError(f"{path}: not a .npy file of plain numbers: {cause}") from None
     if not isinstance(mapped, np.ndarray):
         mapped.close()

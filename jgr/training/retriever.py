@@ -81,8 +81,10 @@ def training_sequences(interactions: Interactions, learn_valid: bool) -> Ragged:
     sequences = interactions.sequences
     if not learn_valid:
         return sequences
-    stops = sequences.stops.copy()
-    np.maximum.at(stops, interactions.valid.users, interactions.valid.histories.stops + 1)
+    stops, valid = sequences.stops.copy(), interactions.valid
+    # Behind one history stand the targets of a set without an order, which all have it.
+    _, which, targets = np.unique(valid.histories.stops, return_inverse=True, return_counts=True)
+    np.maximum.at(stops, valid.users, valid.histories.stops + targets[which])
     return replace(sequences, stops=stops)
 
 

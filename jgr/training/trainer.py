@@ -64,15 +64,17 @@ def _schedule(train: TrainConfig) -> optax.Schedule:
     return optax.join_schedules([optax.linear_schedule(0.0, peak, warmup), after], [warmup])
 
 
-def make_optimizer(train: TrainConfig) -> optax.GradientTransformation:
-    """AdamW with global-norm clipping and the schedule of `train`."""
+def make_optimizer(train: TrainConfig, specs: PyTree) -> optax.GradientTransformation:
+    """AdamW with global-norm clipping and the schedule of `train`. specs: of the parameters, as Trainer has them."""
 
-    def decayed(tree: Any) -> Any:  # norms and biases are left out of weight decay
-        return jax.tree.map(lambda x: x.ndim > 1 and x.shape[-2] > 1 and x.shape[-1] > 1, tree)
+    def decayed(spec: params.Spec) -> bool:
+        """Whether it is a matrix; norms and biases, which begin as ones or zeros, look like one, stacked by layers."""
+        return spec.init == "normal" and len(spec.shape) > 1 and min(spec.shape[-2:]) > 1
 
+    mask = jax.tree.map(decayed, specs, is_leaf=lambda x: isinstance(x, params.Spec))
     return optax.chain(
         optax.clip_by_global_norm(train.clip_norm),
-        optax.adamw(_schedule(train), b2=train.adam_b2, weight_decay=train.weight_decay, mask=decayed),
+        optax.adamw(_schedule(train), b2=train.adam_b2, weight_decay=train.weight_decay, mask=mask),
     )
 
 
@@ -96,13 +98,12 @@ def dropout(x: jax.Array, key: jax.Array, rate: float) -> jax.Array:
 class Trainer:
     """Compiled steps of one loss.
 
-    specs: the pytree of params.Spec to draw parameters from. Raises ConfigError if train.batch cannot be divided by
-    micro_batches x devices, or the machine has fewer devices.
+    specs: the pytree of params.Spec to draw parameters from. Raises ConfigError if the machine has fewer devices.
     """
 
     def __init__(self, train: TrainConfig, specs: PyTree, loss: Loss) -> None:
         self._train, self._specs, self._loss = train, specs, loss
-        self._optimizer = make_optimizer(train)
+        self._optimizer = make_optimizer(train, specs)
         found = jax.devices()
         if train.devices > len(found):
             raise ConfigError(f"train.devices is {train.devices}, this machine has {len(found)}")

@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ import pytest
 from jgr.catalog.catalog import Catalog
 from jgr.catalog.prefix_tree import PrefixTree
 from jgr.cli import console
-from jgr.cli.evaluate import Options, _rank_trained, evaluate
+from jgr.cli.evaluate import Options, _check_lengths, _rank_trained, evaluate
 from jgr.client.remote import Client
 from jgr.config import Config, UserError, override
 from jgr.data.datasets import Dataset
@@ -192,7 +194,28 @@ def test_what_does_not_fit_is_refused(served: Served, dataset: Dataset) -> None:
             run(served, Dataset(other, dataset.interactions), url=url)
     named = override(served.config, "model.name=popularity")
     with pytest.raises(UserError, match="'popularity' is the name of a baseline"):
-        evaluate(named, dataset, Options(url=served.url, ca_file=served.ca_file, ks=(1,)))
+        evaluate(named, dataset, Options(ks=(1,), limit=1))
+    with pytest.raises(UserError, match=r"--fuse_depth: 9 needs a beam\.width of at least that; it is 8"):
+        run(served, dataset, fuse_depth=9)
+
+
+def test_the_model_that_answered_is_named(served: Served, dataset: Dataset) -> None:
+    other = override(served.config, "model.name=other")
+    _, report = evaluate(
+        other, dataset, Options(ks=(1,), limit=3, resamples=0, url=served.url, ca_file=served.ca_file)
+    )
+    assert report["model"] == served.config.model.name
+    assert served.config.model.name in report["rows"] and "other" not in report["rows"]
+
+
+def test_histories_that_cannot_be_told_whole_are_refused_before_one_is_asked() -> None:
+    test, left_out = leave_one_out([[0, 1, 2, 3], [0, 1, 2]]).test, replace(OPTIONS, exclude_history=True)
+    _check_lengths(test, 3, [left_out])
+    _check_lengths(test, 2, [OPTIONS])
+    with pytest.raises(
+        UserError, match=r"a history has 3 items, more than server\.max_history \(2\): set it to 3"
+    ):
+        _check_lengths(test, 2, [OPTIONS, left_out])
 
 
 @pytest.mark.parametrize(
@@ -238,6 +261,10 @@ def test_a_trained_baseline_has_a_row(served: Served, dataset: Dataset, tmp_path
         np.mean((ranked == test.targets[:, None]).any(axis=1))
     )
     assert list(report["differences"]) == [*BASELINES, "SASRec"]
+    again = tmp_path / "other" / "sasrec"
+    shutil.copytree(folder, again)
+    named = _rank_trained(dataset.catalog, test, replace(OPTIONS, baseline=(folder, str(again))))
+    assert list(named) == [f"SASRec {folder}", f"SASRec {again}"]
 
     ids = [f"other{i}" for i in range(N_ITEMS)]
     symbols = [[f"<c_{i}>"] for i in range(N_ITEMS)]

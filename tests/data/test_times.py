@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jgr.config import ConfigError, TrainConfig
-from jgr.data.interactions import DataError, Ragged, leave_one_out
+from jgr.data.interactions import DataError, Examples, Ragged, leave_one_out
 from jgr.data.prepared import Arrays
 from jgr.data.sources.movielens import SOURCES
 from jgr.data.sources.records import Raw
@@ -48,6 +48,19 @@ def test_validation_targets_are_learnt_from_where_asked() -> None:
         assert sequences.times_of(0).tolist() == SECONDS[0][:-held]
     with pytest.raises(ConfigError, match="leaves nothing to validate on"):
         TrainConfig(learn_valid=True, evaluate_every=10)
+
+
+def test_all_validation_targets_of_a_set_without_an_order_are_learnt() -> None:
+    """Of 4 and 2 training events, 3 and 1 validation targets, 1 and 2 test targets."""
+    learnt, held = np.array([4, 2]), np.array([3, 1])
+    offsets = np.array([0, 8, 13])
+    rows, starts, stops = np.arange(13, dtype=np.int32), offsets[:-1], offsets[:-1] + learnt
+    users = np.repeat([0, 1], held)
+    targets = np.concatenate([rows[stop : stop + n] for stop, n in zip(stops, held, strict=True)])
+    valid = Examples(Ragged(rows, starts[users], stops[users]), targets, users)
+    sequences = Ragged(rows, starts, stops)
+    found = dataclasses.replace(leave_one_out(ROWS), sequences=sequences, valid=valid)
+    assert [len(sequence) for sequence in training_sequences(found, True)] == [7, 3]
 
 
 def test_the_half_of_movielens_that_has_times(tmp_path: Path) -> None:

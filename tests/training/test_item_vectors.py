@@ -197,6 +197,18 @@ def test_what_is_no_plain_array_is_refused(tmp_path: Path, kind: str) -> None:
         load_vectors(path, 4)
 
 
+def test_a_damaged_header_is_refused_or_read(tmp_path: Path) -> None:
+    good, path, refused = saved(tmp_path), tmp_path / "v.npy", 0
+    for at in range(10, good.index(b"\n")):
+        for byte in (0, ord("("), ord("'"), ord("x")):
+            path.write_bytes(good[:at] + bytes([byte]) + good[at + 1 :])
+            try:
+                load_vectors(path, 4)
+            except VectorError:
+                refused += 1
+    assert refused > 100
+
+
 def test_a_huge_file_is_refused_before_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(item_vectors, "MAX_BYTES", 47)
     saved(tmp_path)

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -256,13 +257,16 @@ def test_more_devices_than_there_are_is_refused() -> None:
         run_losses(dataclasses.replace(TRAIN, batch=64, devices=64))
 
 
+ONE = Spec((1,), ("one",), "zeros")
+
+
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
 def test_schedules_warm_up_to_the_peak_and_end_as_named(schedule: str) -> None:
     train = override(
         Config(), f"train.schedule={schedule}", "train.steps=100", "train.warmup_steps=10", "train.adam_b2=0"
     ).train
     # With b2 = 0 and a constant gradient, AdamW moves by the learning rate itself.
-    optimizer, x = make_optimizer(dataclasses.replace(train, weight_decay=0.0)), jnp.zeros((1,))
+    optimizer, x = make_optimizer(dataclasses.replace(train, weight_decay=0.0), ONE), jnp.zeros((1,))
     state, moves, next_update = optimizer.init(x), [], jax.jit(optimizer.update)
     for _ in range(100):
         update, state = next_update(jnp.ones((1,)) * 0.5, state, x)
@@ -280,9 +284,7 @@ def test_a_step_can_have_another_place_in_the_schedule() -> None:
     train = dataclasses.replace(
         TRAIN, schedule="linear", steps=100, warmup_steps=0, weight_decay=0.0, adam_b2=0
     )
-    trainer = Trainer(
-        train, Spec((1,), ("one",), "zeros"), lambda x, rows, key: (0.5 * x.sum(), jnp.ones(()))
-    )
+    trainer = Trainer(train, ONE, lambda x, rows, key: (0.5 * x.sum(), jnp.ones(())))
     rows, state, moves = np.zeros((4, 2), np.int32), trainer.initial(), []
     for place in (None, 50, 99, 100):
         before = float(state.params[0])
@@ -292,10 +294,37 @@ def test_a_step_can_have_another_place_in_the_schedule() -> None:
     assert int(state.step) == 4
 
 
+@pytest.mark.parametrize(
+    "specs",
+    [
+        decoder.spec(decoder_config(dataclasses.replace(TRAIN, layers=3), 40, 16)),
+        sasrec.spec(sasrec.SasrecConfig(9, 4, 8, 3, 2, 16, "")),
+    ],
+    ids=["decoder", "sasrec"],
+)
+def test_weight_decay_shrinks_matrices_alone(specs: Any) -> None:
+    """The norms and biases of several layers are stacked, and no matrices."""
+    train = dataclasses.replace(
+        TRAIN, weight_decay=0.5, learning_rate=0.1, warmup_steps=0, schedule="constant"
+    )
+    optimizer = make_optimizer(train, specs)
+    weights = jax.tree.map(lambda spec: jnp.ones(spec.shape), specs, is_leaf=lambda x: isinstance(x, Spec))
+    updates, _ = optimizer.update(jax.tree.map(jnp.zeros_like, weights), optimizer.init(weights), weights)
+    shrunk = {
+        jax.tree_util.keystr(path).rpartition(".")[2]: float(update.max())
+        for path, update in jax.tree.leaves_with_path(updates)
+    }
+    assert all(value in (0.0, pytest.approx(-0.05)) for value in shrunk.values())
+    plain = {name for name, value in shrunk.items() if value == 0}
+    assert plain and all("norm" in name or name in ("b1", "b2") for name in plain)
+    assert not any("norm" in name or name in ("b1", "b2") for name in shrunk.keys() - plain)
+
+
 def test_the_gradient_is_clipped_before_the_optimizer() -> None:
     train = dataclasses.replace(TRAIN, clip_norm=1e-3, warmup_steps=0, steps=10)
-    state = make_optimizer(train).init(jnp.zeros((4,)))
-    _, state = make_optimizer(train).update(jnp.full((4,), 100.0), state, jnp.zeros((4,)))
+    optimizer = make_optimizer(train, Spec((4,), ("four",), "zeros"))
+    state = optimizer.init(jnp.zeros((4,)))
+    _, state = optimizer.update(jnp.full((4,), 100.0), state, jnp.zeros((4,)))
     adam = next(s for s in jax.tree.leaves(state, is_leaf=lambda s: isinstance(s, optax.ScaleByAdamState))
                 if isinstance(s, optax.ScaleByAdamState))  # fmt: skip
     np.testing.assert_allclose(adam.mu, 0.1 * 1e-3 / 2, rtol=1e-5)

@@ -72,7 +72,7 @@ class Options:
     """What to prepare and how.
 
     source: a name of SOURCES. split: None takes the source's usual one. min_user, min_item: users and items with fewer
-    events are removed, again and again until none has fewer; None takes the source's values. bpe_vocab: tokens of the
+    events are removed, again and again until none has fewer; None takes the source's value. bpe_vocab: tokens of the
     title tokenizer; 0: none is made. allow_counts: only warn if the counts differ from those known for the source.
     tables: how the source `generic` reads its files. overwrite: replace a dataset of other files or parameters.
     """
@@ -81,7 +81,7 @@ class Options:
     raw: Path
     out: Path
     split: SplitName | None = None
-    min_user: int | None = None
+    min_user: int = 0
     min_item: int | None = None
     bpe_vocab: int = 0
     allow_counts: bool = False
@@ -118,6 +118,8 @@ def prepare(options: Options) -> tuple[dict[str, Any], bool]:
     if options.bpe_vocab:
         train_title_tokenizer(options.out / ITEMS, options.bpe_vocab, options.out / TITLES)
         outputs.append(TITLES)
+    else:
+        (options.out / TITLES).unlink(missing_ok=True)  # that of what was here before
     manifest = {
         **identity,
         "jgr": jgr.__version__,
@@ -146,7 +148,7 @@ def _resolve(options: Options) -> tuple[Source, dict[str, Any]]:
     parameters = {
         "source": options.source,
         "split": split,
-        "min_user": options.min_user or 0,
+        "min_user": options.min_user,
         "min_item": source.min_item if options.min_item is None else options.min_item,
         "bpe_vocab": options.bpe_vocab,
         **({"time_unit": options.tables.time_unit} if options.tables.time_unit else {}),

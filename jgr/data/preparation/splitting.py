@@ -63,7 +63,7 @@ class Split:
 def split_events(events: Events, source: Source, parameters: dict[str, Any]) -> Split:
     """Filter, order, cut and renumber the events, and check the arrays. Raises DataError if nothing is left."""
     given = parameters["split"] == "given"
-    keep = _distinct(events, source) & _frequent(events, parameters["min_user"], parameters["min_item"])
+    keep = _frequent(events, _distinct(events, source), parameters["min_user"], parameters["min_item"])
     if not keep.any():
         raise DataError("no event is left: lower --min_user or --min_item")
     selected = np.flatnonzero(keep)
@@ -94,10 +94,14 @@ def split_events(events: Events, source: Source, parameters: dict[str, Any]) -> 
 def _distinct(events: Events, source: Source) -> Bool:
     """Which events to keep, [total], if repeats are to be dropped. Raises DataError for a set with an item twice."""
     keep = np.ones(len(events.user), bool)
-    if not (source.unordered or source.drop_repeats):
+    # Without times a row again may be a purchase again; with actions that the source does not name, another action.
+    repeats = (
+        source.drop_repeats and events.time is not None and (events.actions is None or source.actions != ())
+    )
+    if not (source.unordered or repeats):
         return keep
     columns = [events.user, events.item]
-    if source.drop_repeats and events.time is not None:
+    if repeats and events.time is not None:
         columns.append(events.time)
     order = np.lexsort(columns)
     same = np.all([np.diff(column[order]) == 0 for column in columns], axis=0)
@@ -111,9 +115,9 @@ def _distinct(events: Events, source: Source) -> Bool:
     return keep
 
 
-def _frequent(events: Events, min_user: int, min_item: int) -> Bool:
-    """Which events to keep, [total], so that every user and item that is left has at least the asked number."""
-    keep = np.ones(len(events.user), bool)
+def _frequent(events: Events, keep: Bool, min_user: int, min_item: int) -> Bool:
+    """Which events to keep of those that `keep` has, [total], so that every user and item that is left has at least the
+    asked number."""
     while True:
         of_user, of_item = np.bincount(events.user[keep]), np.bincount(events.item[keep])
         fits = keep.copy()

@@ -30,7 +30,6 @@ from jgr.data.sources.records import (
     TableOptions,
     Tabular,
     as_id,
-    csv_rows,
     find_all,
     find_optional,
     nothing_found,
@@ -212,11 +211,7 @@ def _items(path: Path) -> Iterator[tuple[int, Item]]:
     name = path.name.removesuffix(".gz")
     if name.endswith(".jsonl"):
         return items_jsonl(path)
-    return csv_rows(path, ("item_id",), _item) if name.endswith(".csv") else _table_items(open_table(path))
-
-
-def _item(row: dict[str, str]) -> Item:
-    return Item(row.pop("item_id"), {name: value for name, value in row.items() if value})
+    return _table_items(open_table(path))
 
 
 def _table_items(table: Table) -> Iterator[tuple[int, Item]]:
@@ -249,4 +244,4 @@ def _typed(value: Any, type_: str) -> Any:
     return parts if type_.endswith("_seq") else parts[0]
 
 
-SOURCES = {"generic": Source(_open, splits=("leave_one_out", "time", "given"))}
+SOURCES = {"generic": Source(_open, splits=("leave_one_out", "time", "given"), drop_repeats=True)}

@@ -83,8 +83,8 @@ def _before_the_log(path: Path) -> Iterator[tuple[int, Event]]:
     def parse(line: bytes) -> Iterator[Event]:
         user_id, _, last, videos = fields_of(line, "\t", 4)
         video_ids, end = videos.split(), as_time(last)
-        for seconds_before, video_id in zip(range(len(video_ids))[::-1], video_ids, strict=True):
-            yield Event(user_id, video_id, as_time(end - seconds_before), 0, _UNRECORDED_BIT)
+        for before, video_id in zip(range(len(video_ids))[::-1], video_ids, strict=True):
+            yield Event(user_id, video_id, as_time(end - before), 0, _UNRECORDED_BIT)
 
     return parsed(path, parse)
 

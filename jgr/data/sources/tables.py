@@ -11,6 +11,7 @@ counted from 1 as lines.
 
 from __future__ import annotations
 
+import codecs
 import csv
 import importlib
 import io
@@ -128,6 +129,8 @@ def _lines(path: Path) -> Iterator[str]:
                 text = content.decode("utf-8")
             except UnicodeDecodeError as cause:
                 line = done + 1 + content[: cause.start].count(b"\n")
+                if not done and content[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+                    raise DataError(f"{path}:1: is in UTF-16; iconv -f UTF-16 -t UTF-8 converts it") from None
                 bad = f"the byte 0x{content[cause.start]:02x} is not UTF-8"
                 raise DataError(
                     f"{path}:{line}: {bad}; iconv -f LATIN1 -t UTF-8 converts a Latin-1 file"
@@ -139,6 +142,7 @@ def _lines(path: Path) -> Iterator[str]:
 
 
 def _reader(path: Path, delimiter: str, quoted: bool) -> Any:
+    csv.field_size_limit(MAX_LINE_BYTES)  # its own limit is below that of a line
     if quoted:
         return csv.reader(_lines(path), delimiter=delimiter, strict=True)
     return csv.reader(_lines(path), delimiter=delimiter, quoting=csv.QUOTE_NONE, strict=True)

@@ -201,7 +201,7 @@ BAD = [
         r":1: item_id: an id must be text or a whole number, found \['a'\]",
     ),
     ("x.inter", "user_id:token\ritem_id:token\nu\ta\n", ":1: new-line character"),
-    ("x.inter", f"user_id:token\t{'x' * 200_000}:token\nu\ta\n", ":1: field larger than field limit"),
+    ("interactions.csv", "\ufeffuser_id,item_id\nu,a\n".encode("utf-16-le"), ":1: is in UTF-16; iconv"),
     (
         "interactions.jsonl",
         '{"user_id": 1, "item_id": 2, "split": ["train"]}\n',
@@ -240,10 +240,44 @@ BAD = [
 
 
 @pytest.mark.parametrize(("name", "text", "message"), BAD)
-def test_errors_name_file_line_and_column(tmp_path: Path, name: str, text: str, message: str) -> None:
-    csv(tmp_path, text, name)
+def test_errors_name_file_line_and_column(tmp_path: Path, name: str, text: str | bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(DataError, match=f"{name}{message}"):
         read(tmp_path)
+
+
+def test_a_long_list_is_read(tmp_path: Path) -> None:
+    items = [f"item{at}" for at in range(30_000)]
+    csv(
+        tmp_path,
+        f"user_id:token\titem_id_list:token_seq\titem_id:token\nu\t{' '.join(items)}\tz\n",
+        "x.inter",
+    )
+    found = read(tmp_path)
+    assert [found.item_ids[at] for at in found.item] == [*items, "z"]
+
+
+def test_a_row_that_comes_again_is_dropped_where_it_has_a_time(tmp_path: Path) -> None:
+    rows = [f"u,{item},{at}" for at, item in enumerate("abcab")]
+    twice = "".join(f"{row}\n" for row in rows for _ in range(2))
+
+    def taken(head: str, text: str, **options: Any) -> list[list[str]]:
+        raw, out = (
+            tmp_path / f"raw{len(list(tmp_path.iterdir()))}",
+            tmp_path / f"out{len(list(tmp_path.iterdir()))}",
+        )
+        csv(raw, head + text)
+        prepare(Options("generic", raw, out, **options))
+        found = load_prepared(out)
+        whole = found.interactions.test.histories
+        return [[found.item_ids[row] for row in whole[at]] for at in range(len(whole))]
+
+    assert taken("user_id,item_id,timestamp\n", twice) == [list("abca")]
+    untimed = "".join(f"{row.rpartition(',')[0]}\n" for row in twice.split())
+    assert taken("user_id,item_id\n", untimed) == [list("aabbccaab")]
+    # Rows of one moment may be several actions, which stay; a user of one event that comes again has one.
+    alone = twice + "v,a,1\n" * 9
+    assert taken("user_id,item_id,timestamp\n", alone, min_user=2) == [list("abca")]
 
 
 def test_a_scenario_of_thousands_of_digits_is_a_name(tmp_path: Path) -> None:
@@ -434,7 +468,9 @@ def test_a_folder_without_a_log_is_told_with_what_it_has(
 def test_a_header_without_item_ids_is_told_with_what_it_has(tmp_path: Path) -> None:
     csv(tmp_path, HEAD + "u,a,5,1\n")
     csv(tmp_path, "movieId,title\na,A\n", "items.csv")
-    with pytest.raises(DataError, match=r"items\.csv:1: .* item_id among them; there are movieId, title$"):
+    with pytest.raises(
+        DataError, match=r"items\.csv:1: .*item_id is missing, there are movieId, title: rename"
+    ):
         prepare(Options("generic", tmp_path, tmp_path / "out"))
 
 

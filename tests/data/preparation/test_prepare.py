@@ -117,7 +117,7 @@ def test_time_split_parts_at_the_quantiles(tmp_path: Path) -> None:
 
 
 def test_equal_times_are_not_parted(tmp_path: Path) -> None:
-    log = [(user, item, min(time, 16)) for user, item, time in LOG]
+    log = [(user, f"{item} {time}", min(time, 16)) for user, item, time in LOG]
     options = Options("generic", _raw(tmp_path / "raw", log), tmp_path / "out", split="time")
     with pytest.raises(DataError, match="leaves no valid example"):
         prepare(options)
@@ -490,6 +490,9 @@ def test_title_tokenizer_gives_titles_back(tmp_path: Path) -> None:
     assert len(tokens) < len(titles["i0"])  # merges were learnt
     assert "".join(text_of[token] for token in tokens) == titles["i0"].replace("ï", "Ã¯").replace(" ", "Ġ")
     load_prepared(options.out)
+    manifest, _ = prepare(replace(options, bpe_vocab=0, overwrite=True))
+    assert "title_tokenizer.json" not in manifest["outputs"]
+    assert not (options.out / "title_tokenizer.json").exists()
 
 
 def test_dataset_needs_semantic_ids_of_these_items(tmp_path: Path) -> None:
