@@ -93,7 +93,10 @@ class Lifecycle:
         # What nobody has, or the next home has already, has nothing to wait for.
         had: Bool = np.asarray(self._published.any(axis=0))
         if self._copied is not None:
-            had[self._copied.rows] = True
+            copied = self._copied.rows
+            # What nobody else has is read there as soon as it is published, wherever it was at home.
+            self._home[copied[~had[copied]]] = self._copied.worker
+            had[copied] = True
         free = at_next | ~had
         self._home = np.where(free, self._next_home, self._home).astype(np.int32)
         draft = _Draft(

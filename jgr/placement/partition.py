@@ -12,6 +12,7 @@ Pure, but for what METIS draws, which is the same each time. n vertices, k parts
 
 from __future__ import annotations
 
+import heapq
 from importlib.util import find_spec
 from typing import Any, Literal
 
@@ -44,7 +45,7 @@ def partition(
     """The part of each vertex, [n] int32 in 0..parts-1.
 
     edges: scipy CSR [n, n], symmetric, not negative, without a diagonal. loads: [n, c], not negative. by: metis,
-    numpy, or metis where it is installed. Single vertices that are heavier than a part may be break its bound.
+    numpy, or metis where it is installed. A vertex that alone is heavier than a part may be breaks that part's bound.
     ValueError where shapes do not fit; ModuleNotFoundError for metis where it is missing.
     """
     n = len(loads)
@@ -246,6 +247,8 @@ def _multilevel(edges: Any, loads: Float64, parts: int, imbalance: float, rng: n
             small.eliminate_zeros()
             part = _multilevel(small, gather @ loads, parts, imbalance, rng)[into]
             return refine(edges, loads, part, parts, imbalance)
+    if not edges.nnz:
+        return refine(edges, loads, _deal(loads, parts), parts, imbalance)
     first = [_grow(edges, loads, parts, rng)]
     if parts < len(loads) <= MOST_DENSE:
         first.append(_embed(edges, parts, rng))
@@ -280,6 +283,17 @@ def _match(edges: Any, loads: Float64, parts: int, rng: np.random.Generator) -> 
         partner[mutual] = prefers[mutual]
     leader = np.where(partner >= 0, np.minimum(np.arange(n), partner), np.arange(n))
     return np.unique(leader, return_inverse=True)[1].astype(np.int32)
+
+
+def _deal(loads: Float64, parts: int) -> Int32:
+    """Vertices that nothing binds: each to the part that is the emptiest by then, the heaviest first."""
+    part, size = np.zeros(len(loads), np.int32), loads.sum(1)
+    emptiest = [(0.0, number) for number in range(parts)]
+    for vertex in np.argsort(-size, kind="stable").tolist():
+        full, number = emptiest[0]
+        part[vertex] = number
+        heapq.heapreplace(emptiest, (full + float(size[vertex]), number))
+    return part
 
 
 def _grow(edges: Any, loads: Float64, parts: int, rng: np.random.Generator) -> Int32:

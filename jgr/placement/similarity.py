@@ -26,7 +26,7 @@ HOT = 0.001
 NEIGHBOURS = 20
 """An item has edges to so many others at least, where it has them: the heaviest."""
 MOST_PAIRS = 20_000_000
-"""Pairs of items that are counted; of more, those of the last requests."""
+"""Pairs of items that are counted; of more, those of the last requests, without any that has more than that alone."""
 FALLEN = 0.05
 """Items are parted anew where the share that requests find on one worker has fallen by so much."""
 
@@ -42,10 +42,13 @@ def graph(n: int, requests: Sequence[Int32], leave_out: Int32 | None = None) -> 
     common requests over the root of the product of both's numbers. leave_out: rows that get no edge."""
     known, pairs = list[Int32](), 0
     for rows in reversed(requests):
-        pairs += len(rows) ** 2
+        unique = np.unique(rows)
+        if len(unique) ** 2 > MOST_PAIRS:
+            continue
+        pairs += len(unique) ** 2
         if pairs > MOST_PAIRS:
             break
-        known.append(np.unique(rows))
+        known.append(unique)
     if not known:
         return csr_matrix((n, n))
     columns = np.concatenate(known)

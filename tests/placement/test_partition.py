@@ -92,6 +92,14 @@ def test_a_vertex_heavier_than_a_part_breaks_its_own_bound_alone() -> None:
     assert np.delete(others, part[7]).max() <= 1.05 * 600 / 4
 
 
+def test_many_vertices_without_edges_are_dealt_evenly() -> None:
+    n, rng = 100_000, np.random.default_rng(0)
+    loads = np.stack([rng.zipf(1.6, n).clip(max=500).astype(float), rng.integers(5, 40, n)], axis=1)
+    part = partition(csr_matrix((n, n)), loads, 7, "numpy")
+    sums = np.stack([loads[part == number].sum(0) for number in range(7)])
+    assert (sums.max(0) <= 1.05 * loads.sum(0) / 7).all() and np.bincount(part).sum() == n
+
+
 def test_one_part_and_none() -> None:
     assert partition(csr_matrix((3, 3)), np.ones((3, 2)), 1).tolist() == [0, 0, 0]
     assert len(partition(csr_matrix((0, 0)), np.ones((0, 2)), 4)) == 0
