@@ -155,9 +155,10 @@ def _hash(settings: dict[str, Any], corpus: Corpus) -> str:
 def search_for(
     found: Prototypes, embeddings: TokenEmbeddings, held_out: Sequence[Int32], most: int = 8192
 ) -> tuple[Settings, float]:
-    """The settings of the search for these prototypes, and their recall on held-out tokens: at most so many keys."""
-    keys = np.concatenate([keys_of(review) for review in held_out]) if len(held_out) else found.keys
-    unique, counts = np.unique(keys, return_counts=True)
+    """The settings of the search for these prototypes, and their recall on held-out tokens of which none is a
+    prototype, since those are found without a search: at most so many keys."""
+    keys = np.concatenate([*map(keys_of, held_out), np.zeros(0, np.int64)])
+    unique, counts = np.unique(keys[~np.isin(keys, found.keys)], return_counts=True)
     kept = np.argsort(-counts, kind="stable")[:most]
     return tuned(embeddings.of(found.keys), embeddings.of(unique[kept]), REUSED_FROM, counts[kept])
 

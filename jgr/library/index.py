@@ -6,7 +6,7 @@ query looks into its own bucket of every table and those that differ in up to `f
 its whole signature is compared by the cosine itself.
 
 The spec's four tables of 18 bits find less than half of the neighbours at a cosine of .95. So the settings are chosen:
-`tuned` takes the first of LADDER whose recall on held-out tokens is high enough, and a library remembers them.
+`tuned` takes the first of LADDER whose recall on held-out tokens that need a search is high enough, and a library remembers them.
 """
 
 from __future__ import annotations
@@ -104,8 +104,10 @@ def tuned(
     vectors: Float32, queries: Float32, least: float, weights: npt.NDArray[np.int64] | None = None
 ) -> tuple[Settings, float]:
     """The cheapest settings with which a search finds enough of what brute force finds, and their recall; where none
-    do, those that find the most."""
+    do, those that find the most. Where brute force finds nothing that could be measured: the dearest, and 1."""
     wanted = nearest_of_all(vectors, queries)[1]
+    if not (wanted >= least).any():
+        return LADDER[-1], 1.0
     best = LADDER[0], -1.0
     for settings in LADDER:
         share = recall(LshIndex(vectors, settings).nearest(queries)[1], wanted, least, weights)

@@ -35,7 +35,7 @@ def test_coverage_is_the_share_of_words_in_places_that_were_seen() -> None:
     low, high = sizes[-1]["interval_at_99"]
     assert low == pytest.approx(min(map(np.mean, per_user)), abs=1e-3)
     assert high == pytest.approx(1)
-    assert found["held_out"]["recall"] >= 0.95
+    assert "held_out" not in found, "a token is a prototype, or like none"
     claims = rcllm_library.claims(rows)
-    assert [claim.value for claim in claims][:1] == [sizes[-1]["at_99"]]
+    assert [claim.value for claim in claims] == [sizes[-1]["at_99"], found["noisy"]["recall"]]
     assert all(title(claim.to_json()) for claim in claims)

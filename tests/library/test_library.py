@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from jgr.config import UserError
 from jgr.library import clusters, folder, index
-from jgr.library.build import Report, build, keys_values
+from jgr.library.build import REUSED_FROM, Report, build, keys_values, search_for
 from jgr.library.corpus import Corpus, is_held_out
 from jgr.library.embeddings import BUCKET, TokenEmbeddings, keys_of
 from jgr.library.finder import Finder
@@ -90,6 +90,23 @@ def test_the_search_finds_what_brute_force_finds() -> None:
     assert (
         numbers[hits & (cosines > wanted[1] - 1e-6)] == wanted[0][hits & (cosines > wanted[1] - 1e-6)]
     ).all()
+
+
+def test_the_search_is_chosen_by_tokens_that_need_one() -> None:
+    """Most held-out tokens are prototypes; the others are each near to one, and seldom in the same buckets."""
+    noise = np.random.default_rng(0).normal(size=(150, 24)) / np.sqrt(24)
+    alike = TABLE[:150] + 0.33 * np.linalg.norm(TABLE[:150], axis=1, keepdims=True) * noise
+    embeddings = TokenEmbeddings(np.concatenate([TABLE[:150], alike]).astype(np.float32), 1e4)
+    reviews = [np.arange(at, at + 30, dtype=np.int32) for at in range(0, 300, 30)]
+    prototypes = clusters.cluster(reviews[:5], embeddings, 0.999, 1000)
+    chosen, told = search_for(prototypes, embeddings, [*reviews[:5] * 40, *reviews[5:]])
+    queries = embeddings.of(np.concatenate([keys_of(review) for review in reviews[5:]]))
+    near = (queries @ embeddings.of(prototypes.keys).T).max(axis=1).tolist()
+    found = np.concatenate([Finder(prototypes, embeddings, chosen).find(x)[1] for x in reviews[5:]])
+    hits = [abs(a - b) < 1e-4 for a, b in zip(found.tolist(), near, strict=True) if b >= REUSED_FROM]
+    assert 100 < len(hits) and told == pytest.approx(np.mean(hits)) and told >= index.LEAST_RECALL
+    for nothing in ([], reviews[:5]):
+        assert search_for(prototypes, embeddings, nothing) == (index.LADDER[-1], 1.0)
 
 
 def test_recall_counts_only_what_is_near_enough() -> None:
