@@ -67,12 +67,14 @@ def main(argv: Sequence[str]) -> int:
 def _library(config: Config) -> int:
     require("library", "jgr kv library")
     from jgr.library.build import build
+    from jgr.library.building import require_free
     from jgr.library.corpus import read_corpus
     from jgr.serving.decoders.library import library_model
 
     values = flags.FLAGS
     if not values.texts:
         raise UserError("--texts: name the file of texts")
+    require_free(Path(values.out))
     model = library_model(config)
     texts = Path(values.texts)
     corpus = read_corpus(
@@ -96,6 +98,8 @@ def _library(config: Config) -> int:
             model=config.model.name,
             texts=texts.name,
         )
+    if not report["coverage"]:
+        print("no text was held out, so nothing says how much the library covers; see --held_out")
     for cover in report["coverage"]:
         print(
             f"{cover['size']} prototypes: {cover['at_99']:.1%} of held-out tokens at .99, {cover['at_90']:.1%} at .9"

@@ -64,6 +64,12 @@ class Unfinished:
             stream.write(str(batches).encode())
 
 
+def require_free(path: Path) -> None:
+    """Raise UserError where something stands at `path`, as it does at `.` and `/`, which lack a name to build under."""
+    if os.path.lexists(os.path.abspath(path)):
+        raise UserError(f"{path}: is there already; name another folder, or remove it")
+
+
 @contextmanager
 def building(path: Path, of: str) -> Iterator[Unfinished]:
     """A library to build, which is put at `path` when the block succeeds; otherwise what is there is kept for the next
@@ -72,6 +78,8 @@ def building(path: Path, of: str) -> Iterator[Unfinished]:
     UserError where something stands at `path`, another builder is at work there, an unfinished library is of something
     else, or the disk is full.
     """
+    require_free(path)
+    path = Path(os.path.abspath(path))
     work = path.with_name(f".{path.name}.partial")
     try:
         with _locked(path, work):
@@ -91,14 +99,11 @@ def building(path: Path, of: str) -> Iterator[Unfinished]:
 
 @contextmanager
 def _locked(path: Path, work: Path) -> Iterator[None]:
-    if path.exists():
-        raise UserError(f"{path}: is there already; name another folder, or remove it")
     work.mkdir(parents=True, exist_ok=True)
     with open(work / _LOCK, "w") as lock:
         if not _lock(lock, work):
             raise UserError(f"{path}: another jgr kv library is at work there")
-        if path.exists():  # another one ended between the two looks
-            raise UserError(f"{path}: is there already; name another folder, or remove it")
+        require_free(path)  # another one may have ended between the two looks
         yield
 
 

@@ -79,12 +79,15 @@ class Cover(NamedTuple):
 def coverage(
     prototypes: Prototypes, embeddings: TokenEmbeddings, reviews: Sequence[Int32], sizes: Sequence[int]
 ) -> list[Cover]:
-    """What pools of these sizes, each of the largest clusters, cover of the tokens of other reviews. By brute force."""
+    """What pools of these sizes, each of the largest clusters, cover of the tokens of other reviews; empty
+    where these have none. By brute force."""
     keys = np.concatenate([keys_of(review) for review in reviews]) if len(reviews) else np.zeros(0, np.int64)
+    if not len(keys):
+        return []
     unique, counts = np.unique(keys, return_counts=True)
     queries, vectors = embeddings.of(unique), embeddings.of(prototypes.keys[prototypes.largest()])
     best = np.full(len(unique), -1, np.float32)
-    total, done, told = max(1, int(counts.sum())), 0, []
+    total, done, told = int(counts.sum()), 0, []
     for size in sorted(sizes):
         for at in range(done, min(size, len(vectors)), _CHUNK):
             some = vectors[at : min(at + _CHUNK, size)]

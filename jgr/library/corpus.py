@@ -40,7 +40,8 @@ def read_corpus(
     user_field: str = "user_id",
 ) -> Corpus:
     """The texts of a file of JSON lines. review_tokens: the most of each. held_out: the share of the writers whose
-    texts are; a line without a writer counts as one of its own. UserError names the line that has no text."""
+    texts are; a line without a writer, or with null, counts as one of its own. UserError names the line that has no
+    text."""
     kept: tuple[list[str], list[str]] = ([], [])
     for number, line in read_lines(path, UserError):
         try:
@@ -50,7 +51,8 @@ def read_corpus(
         text = fields.get(text_field)
         if not isinstance(text, str):
             raise UserError(f"{path}:{number}: has no text in the field {text_field!r}")
-        kept[is_held_out(str(fields.get(user_field, number)), held_out)].append(text)
+        writer = fields.get(user_field)
+        kept[is_held_out(str(number if writer is None else writer), held_out)].append(text)
     reviews, others = (
         [np.array(ids[:review_tokens], np.int32) for ids in tokenizer.encode_untrusted(texts) if ids]
         for texts in kept

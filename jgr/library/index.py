@@ -6,7 +6,8 @@ query looks into its own bucket of every table and those that differ in up to `f
 its whole signature is compared by the cosine itself.
 
 The spec's four tables of 18 bits find less than half of the neighbours at a cosine of .95. So the settings are chosen:
-`tuned` takes the first of LADDER whose recall on held-out tokens that need a search is high enough, and a library remembers them.
+`tuned` takes the first of LADDER whose recall on held-out tokens that need a search is high enough, and a library
+remembers them.
 """
 
 from __future__ import annotations

@@ -18,17 +18,19 @@ import jax
 import numpy as np
 import numpy.typing as npt
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jgr.config import UserError
-from jgr.library import clusters, folder, index
+from jgr.library import building, clusters, folder, index
 from jgr.library.build import REUSED_FROM, Report, build, keys_values, search_for
-from jgr.library.corpus import Corpus, is_held_out
+from jgr.library.corpus import Corpus, is_held_out, read_corpus
 from jgr.library.embeddings import BUCKET, TokenEmbeddings, keys_of
 from jgr.library.finder import Finder
 from jgr.library.folder import LibraryFolder, identity
 from jgr.models import decoder, params
+from jgr.prompt.tokens import Tokenizer
 from tests.serving.decoders.dense import Dense
 
 CFG = decoder.DecoderConfig("qwen3", 40, 16, 2, 2, 1, 8, 24, 1e4, 1e-6, True, 256)
@@ -151,6 +153,7 @@ def test_coverage_is_the_share_of_held_out_tokens_with_a_near_prototype() -> Non
         assert (cover.at_99, cover.at_90) == pytest.approx(shares)
     assert [cover.size for cover in told] == [5, 50, 500]
     assert told[0].at_99 < told[1].at_99 < told[2].at_99 < 1
+    assert clusters.coverage(found, EMBEDDINGS, [], [5]) == [], "nothing was held out to be covered"
 
 
 FOUND = clusters.cluster(like_words(1, 60), EMBEDDINGS, 0.95, 200)
@@ -410,6 +413,28 @@ def test_two_builders_do_not_work_at_one_library(tmp_path: Path) -> None:
     made_of(out, MANY, other)
     with pytest.raises(UserError, match="is there already"):
         made_of(out, MANY, show_nothing)
+
+
+@pytest.mark.parametrize("name", [".", "/", "..", "new/.."])
+def test_a_place_that_is_no_new_folder_is_refused_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="is there already"):
+        building.require_free(Path(name))
+    with pytest.raises(UserError, match="is there already"):
+        made_of(Path(name), MANY, show_nothing)
+    assert not list(tmp_path.iterdir())
+
+
+def test_lines_without_a_writer_are_of_a_writer_each(tmp_path: Path) -> None:
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text("".join(f'{{"user_id": null, "text": "word {n}"}}\n' for n in range(400)))
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel({"word": 0, "<unk>": 1}, unk_token="<unk>"))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    found = read_corpus(texts, Tokenizer(inner), 8, 0.25)
+    assert len(found.reviews) + len(found.held_out) == 400
+    assert len(found.held_out) == pytest.approx(100, abs=30)
 
 
 def test_an_unfinished_library_of_something_else_is_refused(tmp_path: Path) -> None:

@@ -442,3 +442,31 @@ def test_the_command_builds_what_the_server_reads(
     assert library["identity"] == json.loads((world.library / "library.json").read_text())["identity"]
     assert told["prototypes"] == library["prototypes"] > 0 and told["held_out_tokens"] > 0
     assert told["coverage"][-1]["at_99"] > 0.5 and told["recall"] >= 0.95
+
+
+def test_the_command_says_where_nothing_was_held_out(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text(json.dumps({"text": words(3, 4, 5)}) + "\n")
+    sets = [f"--set=model.path={world.config.model.path}", f"--set=prompt.template={TEMPLATE}"]
+    sets += [f"--set=prompt.item={ITEM}", "--set=model.compilation_cache=", "--held_out=0"]
+    assert run_command(["kv", "library", *sets, f"--texts={texts}", f"--out={tmp_path / 'library'}"]) == 0
+    *printed, told = capsys.readouterr().out.splitlines()
+    assert json.loads(told)["coverage"] == []
+    assert printed[-1] == "no text was held out, so nothing says how much the library covers; see --held_out"
+
+
+def test_a_place_that_is_taken_is_told_before_the_model_is_loaded(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jgr.serving.decoders.library.library_model", None)  # a call of it would end with 1
+    command = [
+        "kv",
+        "library",
+        f"--set=model.path={world.config.model.path}",
+        "--texts=x",
+        f"--out={tmp_path}",
+    ]
+    assert run_command(command) == 2
+    assert "is there already" in capsys.readouterr().err
