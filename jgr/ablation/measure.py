@@ -8,6 +8,7 @@ quiet. The first round fills caches and counts for no time.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -226,7 +227,8 @@ def compare(
 
 def difference(system: System, answer: Answer, reference: Answer) -> float:
     """The largest difference of two answers' scores: of each candidate (rank), or of each place (recommend), where
-    items of equal score may change places. Infinity where one has other candidates, or more places, than the other."""
+    items of equal score may change places. Infinity where one has other candidates, or more places, than the other,
+    or a score is not finite."""
     if len(answer.items) != len(reference.items):
         return float("inf")
     if system.kind == "recommend":
@@ -236,7 +238,8 @@ def difference(system: System, answer: Answer, reference: Answer) -> float:
         if {item.item_id for item in answer.items} != set(scores):
             return float("inf")
         pairs = [(item.score, scores[item.item_id]) for item in answer.items]
-    return max((abs(one - other) for one, other in pairs), default=0.0)
+    apart = [abs(one - other) for one, other in pairs]
+    return max(apart, default=0.0) if all(map(math.isfinite, apart)) else float("inf")
 
 
 def _timed(runs: Sequence[Run], rounds: Sequence[Waves]) -> tuple[list[int], str]:

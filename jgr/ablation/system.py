@@ -73,6 +73,11 @@ class System:
     candidates: tuple[int, int] = (0, 0)
     grows: int = 0
 
+    @property
+    def scores(self) -> bool:
+        """Whether its model is a scorer, and no decoder."""
+        return self.shop in ("scorer", "history")
+
 
 @dataclass(frozen=True)
 class Variant:

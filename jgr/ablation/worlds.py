@@ -78,7 +78,7 @@ def given(system: System, model: str, data: DataConfig | None = None) -> World:
     """
     config = folder_config(model)
     sort = "scorer" if is_scorer(Path(config.model.path)) else "decoder"
-    wanted = "scorer" if system.shop in ("scorer", "history") else "decoder"
+    wanted = "scorer" if system.scores else "decoder"
     if sort != wanted:
         raise ConfigError(f"--model: {model} is a {sort}; {system.name} takes a {wanted}")
     if data is not None:

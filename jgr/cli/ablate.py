@@ -181,7 +181,7 @@ def _run(
         return Embedded(configs[variant.name], kinds=[system.kind])
 
     timed = False
-    if values.model and system.shop == "scorer":
+    if values.model and system.scores:
         with Embedded(configs[every[0].name]) as engine:
             timed = engine.info.timed
     requests = traffic.draw(system, world.dataset, amount, timed, values.seed)

@@ -181,7 +181,7 @@ def _grown(before: Mapping[Any, float], name: Any, now: float) -> float:
 
 
 def _together(changes: Iterable[Counts]) -> Counts:
-    whole = Counts(state="failed")
+    whole, states = Counts(), set[str]()
     versions: dict[str, None] = {}
     nodes: set[str] = set()
     for change in changes:
@@ -191,8 +191,9 @@ def _together(changes: Iterable[Counts]) -> Counts:
             whole.sums[name] = whole.sums.get(name, 0.0) + n
         for bound, n in change.buckets.items():
             whole.buckets[bound] = whole.buckets.get(bound, 0.0) + n
-        if change.state == "ready":
-            whole.state = "ready"
+        states.add(change.state)
+    if "ready" not in states:
+        whole.state = states.pop() if len(states) == 1 else "failed"
     whole.versions, whole.node = tuple(versions), f"{len(nodes)} nodes" if len(nodes) > 1 else "".join(nodes)
     return whole
 

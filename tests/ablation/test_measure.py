@@ -204,6 +204,16 @@ def test_differences_of_candidates_and_of_places() -> None:
     assert difference(XGR, one, answer({"a": 2.0})) == float("inf")
 
 
+@pytest.mark.parametrize("score", [float("nan"), float("inf")])
+def test_scores_that_are_not_finite_are_not_the_same(score: float) -> None:
+    one, other = answer({"a": 2.0, "b": 1.0}), answer({"a": 2.0, "b": score})
+    for system in (BAT, XGR):
+        assert difference(system, one, other) == difference(system, other, other) == float("inf")
+    world = World({ALL: 1.0, NONE: 1.0})
+    world.answers[ALL] = world.answers[NONE] = lambda _: answer({"a": score, "b": score})
+    assert not run(world).differences[ALL].is_right
+
+
 def test_counts_are_sums_over_the_labels_that_are_asked_for() -> None:
     series = """
 # TYPE jgr_parts counter

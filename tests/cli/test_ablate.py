@@ -7,7 +7,9 @@ import json
 import logging
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -239,6 +241,25 @@ def test_a_model_of_the_wrong_sort_is_refused(tmp_path: Path, capsys: pytest.Cap
     worlds.made(SYSTEMS["flame"], tmp_path / "climber", worlds.TINY)
     assert run(["ablate", "bat", f"--model={tmp_path / 'climber'}"]) == 2
     assert "is a scorer; bat takes a decoder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["flame", "hlem"])
+def test_a_model_that_reads_times_is_asked_with_times(
+    fake: type[FakeEngine],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+) -> None:
+    """The demo's users have none, so that is what it ends with."""
+
+    class Timed:
+        info = SimpleNamespace(timed=True)
+
+    monkeypatch.setattr(embedded, "Engine", lambda config, **_: nullcontext(Timed()))
+    worlds.made(SYSTEMS[name], tmp_path / "model", worlds.TINY)
+    assert run(["ablate", name, f"--model={tmp_path / 'model'}"]) == 2
+    assert "the model reads times, which the dataset does not have" in capsys.readouterr().err
 
 
 def test_help_loads_nothing_slow() -> None:

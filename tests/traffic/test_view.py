@@ -82,6 +82,22 @@ def test_the_line_of_all_replicas_is_their_sum() -> None:
     assert (total.goodput_per_s, total.busy, total.p99_ms) == pytest.approx((2.0, 0.5, 19.8))
 
 
+@pytest.mark.parametrize(
+    ("states", "told"),
+    [
+        (["starting", "starting"], "starting"),
+        (["starting", "ready"], "ready"),
+        (["starting", "failed"], "failed"),
+        ([], "failed"),
+    ],
+)
+def test_the_state_of_all_replicas_is_ready_where_one_is_and_else_what_all_are(
+    states: list[str], told: str
+) -> None:
+    found = Look(0.0, {str(at): Counts(state=state) for at, state in enumerate(states)})
+    assert view(found, found, 0.0).total.state == told
+
+
 def test_series_of_several_models_are_added() -> None:
     text = series("a", 1, 0, 0.0, 0) + series("a", 4, 0, 0.0, 0, model="n")
     assert look(text, fleet("a"), 0.0, "").replicas["a"].sums["answered"] == 5
