@@ -31,6 +31,9 @@ LATE = 1e6
 """What a node's score lacks that would be late: more than any sum of other terms."""
 SLO_NS = 1_000_000_000
 """Under the rules `rcllm` and `hlem` a node is full with the work of so long."""
+FEWER = 1e-6
+"""What the node with the most tokens in flight lacks under the rule `rcllm`: more than chance adds, and less than any
+share of candidates or load that counts."""
 FULL = 0.85
 """Under the rule `hlem` the node with the least load is taken where the best one has more than so much."""
 USER_OVER_ROWS = 12.5
@@ -110,7 +113,8 @@ class Matched:
 
     slo_ns: the load is what is in flight there as a share of what it can do in so long, at most 1, and its absence
     counts, as the paper has it. None: by how much it is above the mean node's, a share of that, which needs no unit and
-    does not end where all nodes are full.
+    does not end where all nodes are full. Under slo_ns what is the same otherwise goes to fewer tokens in flight, also
+    where all nodes are full or no node has told what a token takes.
     """
 
     alpha: float = 1.0
@@ -121,7 +125,8 @@ class Matched:
         if self.slo_ns is None:
             return self.alpha * view.matched + Load(self.beta)(view)
         idle: Float64 = 1 - np.minimum(1.0, view.load * view.ns / self.slo_ns)
-        return self.alpha * view.matched + self.beta * idle
+        fewer = FEWER * view.load / max(1.0, float(view.load.max()))
+        return self.alpha * view.matched + self.beta * idle - fewer
 
 
 @dataclass(frozen=True)

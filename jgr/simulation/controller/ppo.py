@@ -158,7 +158,8 @@ class Learner(NamedTuple):
 
 
 class Trainer:
-    """PPO with these settings. passes: over each round's steps; minibatch: steps of an update.
+    """PPO with these settings. passes: over each round's steps; minibatch: steps of an update, or all where a
+    round has fewer.
 
     round, judge: `_round` and `_judged`, compiled: an episode and the updates on it; the mean worth and the mean reward
     of the policy as it is served.
@@ -222,7 +223,8 @@ class Trainer:
         # it decides on an overload.
         alike = (advantage - advantage.mean(0)) / (advantage.std(0) + 1e-8)
         flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (steps, alike, advantage + steps.value))
-        count = len(flat[1]) // self._minibatch
+        minibatch = min(self._minibatch, len(flat[1]))
+        count = len(flat[1]) // minibatch
 
         def update(learner: Learner, chosen: Array) -> tuple[Learner, Array]:
             taken, found, goal = jax.tree.map(lambda x: x[chosen], flat)
@@ -238,7 +240,7 @@ class Trainer:
         orders = jax.vmap(lambda k: jax.random.permutation(k, len(flat[1])))(
             jax.random.split(order, self._passes)
         )
-        chosen = orders[:, : count * self._minibatch].reshape(-1, self._minibatch)
+        chosen = orders[:, : count * minibatch].reshape(-1, minibatch)
         learner, losses = jax.lax.scan(update, learner, chosen)
         return learner, {"loss": losses.mean(), "reward": steps.reward.mean()}
 

@@ -75,8 +75,8 @@ def report(
         (Matched(2, 0), [1, 2, 0]),  # beta = 0: where the candidates are
         (Matched(0, 1), [-0.5, 0, 0.5]),  # alpha = 0: where the least is in flight
         (Matched(1, 0.5), [0.25, 1, 0.25]),
-        # The work of 40, 20 and no us; a node has had enough of it after 30 us.
-        (Matched(1, 0.5, slo_ns=30_000), [0.5, 1 + 0.5 / 3, 0.5]),
+        # The work of 40, 20 and no us; a node has had enough of it after 30 us. More tokens in flight lose a tie.
+        (Matched(1, 0.5, slo_ns=30_000), [0.5 - 1e-6, 1 + 0.5 / 3 - 0.5e-6, 0.5]),
         (Late(), [0, 0, 0]),
     ],
 )
@@ -133,6 +133,17 @@ def test_candidates_go_where_they_are_until_that_node_is_busier_than_they_are_wo
     for at in range(20):
         only.sent(Ask(str(at), "", 0, (), 0, 5000), "b", 0)
     assert only.rank(ask, 0)[0] == "b", "without a weight of the load all of a community goes where it is"
+
+
+@pytest.mark.parametrize("ns", [0.0, 1e9])
+def test_of_nodes_that_are_full_or_of_unknown_pace_the_one_with_the_fewest_tokens_is_taken(ns: float) -> None:
+    ask = Ask("1", "", 0, ("item:1",), 100, 0)
+    of = router("rcllm")
+    for name, tokens in (("a", 300), ("b", 200), ("c", 250)):
+        of.heard(name, report(items=("item:1",), ns=ns))
+        of.sent(Ask(name, "", 0, (), 0, tokens), name, 0)
+    for at in range(20):
+        assert of.rank(replace(ask, id=str(at)), 0) == ["b", "c", "a"]
 
 
 def test_a_node_that_reuses_user_and_items_of_one_prompt_saves_both() -> None:

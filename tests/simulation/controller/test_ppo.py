@@ -134,6 +134,17 @@ def test_what_a_split_that_stays_gets_is_what_a_policy_that_does_nothing_gets() 
     np.testing.assert_allclose(found, got, rtol=1e-5, atol=1e-6)
 
 
+def test_a_round_of_fewer_steps_than_a_minibatch_learns_from_them_all() -> None:
+    random = np.random.default_rng(2)
+    alone = ppo.stacked([workload.random_world(random)], [workload.traffic("burst", random, 12)])
+    trainer = ppo.Trainer(passes=2, minibatch=256)
+    begun = trainer.begin(jax.random.key(0))
+    learner, told = trainer.round(begun, *alone, jax.random.key(1))
+    assert np.isfinite(told["loss"])
+    for after, before in zip(*map(jax.tree.leaves, (learner.params, begun.params)), strict=True):
+        assert np.isfinite(after).all() and (np.asarray(after) != before).any()
+
+
 def test_trees_in_numpy_are_those_of_scikit_learn() -> None:
     from sklearn.ensemble import GradientBoostingRegressor
 
