@@ -49,12 +49,12 @@ class Fixed:
 class System:
     """A paper's system in jgr.
 
-    name: of the command. kind: of the requests. model: the sort of model that serves them. on: the settings with all
-    mechanisms; off: those with none. counts: names in `counts.COUNTS` that tell it apart. orders: whether a variant may
-    put a prompt's parts in another order, and so give other scores; answers are then compared within an order. differs:
-    why answers with all mechanisms may differ from those without any.
-    concurrency: requests that are asked together, and candidates: the least and the most of one to rank, both unless
-    told otherwise. grows: how many events more a user has at each visit than at the one before.
+    name: of the command. kind: of the requests. shop: the sort of model that serves them. base: settings of the model
+    that is drawn where nobody names one. on: the settings with all mechanisms; off: those with none. counts: names in
+    `counts.COUNTS` that tell it apart. orders: whether a variant may put a prompt's parts in another order, and so give
+    other scores; answers are then compared within an order. differs: why answers with all mechanisms may differ from
+    those without any. concurrency: requests that are asked together, and candidates: the least and the most of one to
+    rank, both unless told otherwise. grows: how many events more a user has at each visit than at the one before.
     """
 
     name: str

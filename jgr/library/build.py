@@ -56,10 +56,6 @@ _SMALLEST = 32
 """The shortest row; longer ones are twice, four times and so on as long."""
 
 
-class Report(dict[str, Any]):
-    """What a build found, as JSON has it."""
-
-
 def pool_sizes(prototypes: int) -> list[int]:
     """The sizes of the pool that coverage is told for: all of it, the half, the quarter and so on."""
     return sorted({max(1, prototypes >> halvings) for halvings in range(8)}) if prototypes else []
@@ -78,10 +74,10 @@ def build(
     cosine: float = 0.95,
     model: str = "",
     texts: str = "",
-) -> Report:
+) -> dict[str, Any]:
     """Write a library, or go on with one that was ended. prefix: [t], the prompt's tokens before the history. most: of
-    prototypes. cosine: the least within a cluster. model, texts: names, for people. Raises UserError as `building`, and
-    where nothing is there to make prototypes of.
+    prototypes. cosine: the least within a cluster. model, texts: names, for people. Returns what it found, as JSON
+    has it. Raises UserError as `building`, and where nothing is there to make prototypes of.
     """
     if not any(map(len, corpus.reviews)):
         raise UserError(f"{texts or 'the texts'}: there is no token to make a prototype of")
@@ -101,18 +97,18 @@ def build(
         about, found = read_about(unfinished.path), read_records(unfinished.path)
         new, nbytes = _fill(unfinished, params, cfg, prefix, corpus.reviews, found, show)
         write_sums(unfinished.path)
-    return Report(
-        prototypes=about.prototypes,
-        new=new,
-        tokens=sum(map(len, corpus.reviews)),
-        held_out_tokens=sum(map(len, corpus.held_out)),
-        megabytes=round(nbytes / 2**20, 3),
-        recall=about.recall,
-        tables=about.search.tables,
-        bits=about.search.bits,
-        flips=about.search.flips,
-        coverage=about.coverage,
-    )
+    return {
+        "prototypes": about.prototypes,
+        "new": new,
+        "tokens": sum(map(len, corpus.reviews)),
+        "held_out_tokens": sum(map(len, corpus.held_out)),
+        "megabytes": round(nbytes / 2**20, 3),
+        "recall": about.recall,
+        "tables": about.search.tables,
+        "bits": about.search.bits,
+        "flips": about.search.flips,
+        "coverage": about.coverage,
+    }
 
 
 def _fill(
@@ -161,14 +157,6 @@ def search_for(
     unique, counts = np.unique(keys[~np.isin(keys, found.keys)], return_counts=True)
     kept = np.argsort(-counts, kind="stable")[:most]
     return tuned(embeddings.of(found.keys), embeddings.of(unique[kept]), REUSED_FROM, counts[kept])
-
-
-def keys_values(
-    params: DecoderParams, cfg: DecoderConfig, prefix: Int32, reviews: Sequence[Int32], found: Prototypes
-) -> Iterator[tuple[Int64, npt.NDArray[Any]]]:
-    """Numbers [m] of prototypes, and their keys before rope and values [m, L, 2, K, d], a batch at a time."""
-    for batch in _batches(len(prefix), found):
-        yield _batch_kv(params, cfg, prefix, reviews, found, batch)
 
 
 def _batches(lead: int, found: Prototypes) -> Iterator[list[Int64]]:

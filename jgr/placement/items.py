@@ -189,10 +189,6 @@ class ItemPlacement:
         held: Bool = self.replicated | (self.owner == workers)
         return held
 
-    def held_by(self, worker: int) -> Int32:
-        """The rows that the worker holds, ascending."""
-        return np.flatnonzero(self.replicated | (self.owner == worker)).astype(np.int32)
-
     def used_bytes(self) -> Int64:
         """The bytes that items take on each worker, [N]."""
         room = self.items.room_bytes

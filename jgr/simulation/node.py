@@ -121,7 +121,8 @@ class Cluster:
         for step in self._cycle.plan(placement):
             worker, rows = self.nodes[step.worker].items, step.rows.tolist()
             if step.kind == "copy":
-                assert worker.copy(rows) is not None
+                copied = worker.copy(rows)
+                assert copied is not None
             else:
                 worker.publish()
             self._cycle.commit(step)

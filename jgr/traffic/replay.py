@@ -16,8 +16,7 @@ Invented:
   at random over `hours`, in their order. Then the gaps between a user's requests say nothing about real users;
   and Gowalla's events have no order either.
 
-KuaiRand-Pure keeps a fraction of the app's videos, so its real gaps are longer than the app's. How many events its
-users had before the log begins is known: `kuairand_earlier`.
+KuaiRand-Pure keeps a fraction of the app's videos, so its real gaps are longer than the app's.
 """
 
 from __future__ import annotations
@@ -33,18 +32,12 @@ from jgr.data.interactions import DataError
 from jgr.data.prepared import (
     INTERACTIONS,
     ITEMS,
-    TITLES,
-    USERS,
     Arrays,
     load_arrays,
     load_manifest,
     per_second,
-    read_ids,
     read_items,
 )
-from jgr.data.sources.records import find
-from jgr.files import read_lines
-from jgr.prompt.tokens import Tokenizer
 from jgr.traffic.candidates import CandidateDraw, top_count
 from jgr.traffic.workloads import HOUR, SECOND, Access
 
@@ -58,8 +51,8 @@ class Replay:
     """A Trace of the events in a folder that `jgr prepare` wrote, in order of time.
 
     item_tokens: [n] int32, or one number for all items. hours: the time that a source without times is spread over.
-    earlier: [u], events of each user before the log begins. user_tokens: mean over the requests; None: the longest
-    history has the longest prompt. Raises DataError, naming what does not fit.
+    user_tokens: mean over the requests; None: the longest history has the longest prompt. Raises DataError, naming
+    what does not fit.
     """
 
     def __init__(
@@ -69,7 +62,6 @@ class Replay:
         item_tokens: int | Int32 = 10,
         candidates: int = 100,
         hours: float | None = None,
-        earlier: npt.ArrayLike = 0,
         user_tokens: float | None = None,
         profile_tokens: int = 32,
         max_prompt: int = 8192,
@@ -87,8 +79,7 @@ class Replay:
         times = self._times(arrays, users, source, unit, hours)
         order = np.argsort(times, kind="stable")
         self._time_ns, self._users, self._items = times[order], users[order], arrays.rows[order]
-        before = np.broadcast_to(np.asarray(earlier, np.int64), lengths.shape) - arrays.offsets[:-1]
-        history = (np.arange(len(users)) + before[users])[order]
+        history = (np.arange(len(users)) - arrays.offsets[:-1][users])[order]
         longest = max_prompt - round(candidates * float(self.item_tokens.mean()))
         if not 1 <= profile_tokens < longest:
             raise DataError(
@@ -174,31 +165,3 @@ def _with_targets(items: Int32, targets: Int32, rng: np.random.Generator) -> Int
     items[lines, found] = items[lines, places]
     items[lines, places] = targets
     return items
-
-
-def kuairand_earlier(raw: str | Path, folder: str | Path) -> Int64:
-    """The events before the log of each user of `folder`, [u], from the raw data's `user_history.txt`; 0 if not there.
-
-    Lines of that file begin with a user and a number of events, separated by a tab. Raises DataError, naming the line.
-    """
-    path = find(Path(raw), "user_history.txt")
-    counts: dict[str, int] = {}
-    for number, line in read_lines(path, DataError):
-        user, count, *_ = [*line.split(b"\t"), b""]
-        if not count.isdigit() or len(count) > 9:
-            raise DataError(f"{path}:{number}: expected a user and a number of events, separated by a tab")
-        counts[user.decode("utf-8", "replace")] = int(count)
-    return np.array([counts.get(user, 0) for user in read_ids(Path(folder) / USERS)], np.int64)
-
-
-def title_tokens(folder: str | Path, longest: int) -> Int32:
-    """The tokens of each item's title by the folder's tokenizer, [n] int32, from 1 to `longest`; 1 for no title.
-
-    Raises DataError if `jgr prepare` made no title tokenizer.
-    """
-    folder = Path(folder)
-    if not (folder / TITLES).exists():
-        raise DataError(f"{folder}: has no {TITLES}; run jgr prepare with --bpe_vocab")
-    tokenizer = Tokenizer.from_file(folder / TITLES)
-    titles = [str(fields.get("title") or "") for fields in read_items(folder / ITEMS)[1]]
-    return np.array([len(tokenizer.encode(title)) for title in titles]).clip(1, longest).astype(np.int32)

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -24,7 +25,7 @@ from hypothesis import strategies as st
 
 from jgr.config import UserError
 from jgr.library import building, clusters, folder, index
-from jgr.library.build import REUSED_FROM, Report, build, keys_values, search_for
+from jgr.library.build import REUSED_FROM, _batch_kv, _batches, build, search_for
 from jgr.library.corpus import Corpus, is_held_out, read_corpus
 from jgr.library.embeddings import BUCKET, TokenEmbeddings, keys_of
 from jgr.library.finder import Finder
@@ -279,7 +280,9 @@ class Ended(Exception):
     """A builder that is stopped."""
 
 
-def made_of(out: Path, reviews: list[Int32], show: Callable[[int, int, str], None], most: int = 60) -> Report:
+def made_of(
+    out: Path, reviews: list[Int32], show: Callable[[int, int, str], None], most: int = 60
+) -> dict[str, Any]:
     return build(out, PARAMS, CFG, "r1", PREFIX, Corpus(reviews, reviews[:1]), show, most=most)
 
 
@@ -452,6 +455,6 @@ def test_an_unfinished_library_of_something_else_is_refused(tmp_path: Path) -> N
 def test_reviews_are_computed_once_whatever_stands_after_the_last_prototype() -> None:
     reviews = [RNG.integers(3, 40, 50).astype(np.int32) for _ in range(6)]
     few = clusters.Prototypes(*(np.array(x) for x in ([5, 6, 7], [1, 1, 1], [1, 1, 4], [2, 9, 0])))
-    found = list(keys_values(PARAMS, CFG, PREFIX, reviews, few))
+    found = [_batch_kv(PARAMS, CFG, PREFIX, reviews, few, batch) for batch in _batches(len(PREFIX), few)]
     assert sorted(np.concatenate([numbers for numbers, _ in found]).tolist()) == [0, 1, 2]
     assert sum(len(values) for _, values in found) == 3

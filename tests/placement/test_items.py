@@ -99,7 +99,7 @@ def test_one_worker_holds_everything_itself(bound: Bound) -> None:
     assert placement.replicated_fraction == 1.0 and placement.alpha == 0.0
     assert placement.budget == LinkBudget(0.2, math.inf) and placement.budget.max_remote == 0.0
     short = _hrcs(_items([3.0, 2.0, 1.0]), Workers(1, 80), 0.5, bound)
-    assert short.held_by(0).tolist() == [0, 1] and short.dropped.tolist() == [2]
+    assert np.flatnonzero(short.held()[0]).tolist() == [0, 1] and short.dropped.tolist() == [2]
     assert short.alpha == 0.0
 
 
@@ -244,7 +244,6 @@ def test_hrcs_equals_a_search_by_loops(
 
     assert np.flatnonzero(placement.replicated).tolist() == sorted(order[:count])
     for worker in range(n_workers):
-        assert placement.held_by(worker).tolist() == sorted(held[worker])
         assert np.flatnonzero(placement.held()[worker]).tolist() == sorted(held[worker])
         assert placement.used_bytes()[worker] == sum(room[i] for i in held[worker])
     assert placement.dropped.tolist() == sorted(set(range(len(rows))).difference(*held))
@@ -264,7 +263,7 @@ def test_traffic_equals_a_hand_loop(
     )
     tokens = np.zeros((n_workers, n_workers), np.int64)
     cells = np.zeros_like(tokens)
-    held = [set(placement.held_by(w).tolist()) for w in range(n_workers)]
+    held = [set(np.flatnonzero(placement.held()[w]).tolist()) for w in range(n_workers)]
     for worker, wanted in requests:
         for item in wanted:
             sources = [w for w in range(n_workers) if item in held[w]]

@@ -92,7 +92,7 @@ class Swaps(RuleBasedStateMachine):
         self.advance(len(self.cycle.steps))
         self.lost.clear()
         assert [sorted(rows) for rows in self.readable] == [
-            self.target.held_by(worker).tolist() for worker in range(self.workers.count)
+            np.flatnonzero(self.target.held()[worker]).tolist() for worker in range(self.workers.count)
         ]
 
     @precondition(lambda self: self.cycle.steps)

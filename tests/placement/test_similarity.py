@@ -200,7 +200,7 @@ def test_items_move_from_home_to_home_while_they_are_read(
             assert {row for row in range(n) if sources[row] >= 0} == there
             assert all(row in readable[source] for row, source in enumerate(sources) if source >= 0)
         assert [sorted(rows) for rows in readable] == [
-            target.held_by(worker).tolist() for worker in range(workers)
+            np.flatnonzero(target.held()[worker]).tolist() for worker in range(workers)
         ]
         assert (cycle.homes == of).all()
 

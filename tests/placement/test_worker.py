@@ -172,7 +172,7 @@ def test_no_request_reads_a_half_moved_item(seed: int) -> None:
     world.finish()
     # Every item is where the target wants it, whole, and the memory holds nothing else.
     for number, (meta, memory) in enumerate(zip(world.metas, world.memory, strict=True)):
-        held = world.target.held_by(number).tolist()
+        held = np.flatnonzero(world.target.held()[number]).tolist()
         assert meta.number("item") == len(held) and meta.pinned == len(held)
         for row in held:
             entry = meta.find(item_name(row), content(row))
@@ -212,7 +212,7 @@ def test_a_copy_that_fails_leaves_nothing() -> None:
     meta = make_meta(1)
     worker = CacheWorker(meta, content)
     placement = hash_items(Items(np.ones(5), np.array([len(content(r)) for r in range(5)]), 1), Workers(1, 8))
-    assert worker.copy(placement.held_by(0).tolist()) is not None
+    assert worker.copy(np.flatnonzero(placement.held()[0]).tolist()) is not None
     worker.fail()
     assert meta.number("item") == meta.pages.cells_used("item") == 0
     assert worker.copy([1, 2, 3, 4]) is None, "eleven tokens do not fit in four cells of two"

@@ -13,9 +13,9 @@ from jgr.data.interactions import DataError
 from jgr.data.preparation.prepare import Options, prepare
 from jgr.data.sources.kuairand import FEEDBACK
 from jgr.data.sources.records import TableOptions
-from jgr.traffic.replay import Replay, kuairand_earlier, title_tokens
-from jgr.traffic.report import report
+from jgr.traffic.replay import Replay
 from jgr.traffic.workloads import Access
+from tests.traffic.trace_report import report
 
 # user, video, time in ms
 EVENTS = [
@@ -39,8 +39,7 @@ def log(tmp_path: Path) -> tuple[Path, Path]:
     (raw / "events.csv").write_text("\n".join(["user_id,video_id,time_ms", *lines]) + "\n")
     videos = [f"{video},{'blue car ' * video}" for video in range(1, 5)]
     (raw / "video_features_basic.csv").write_text("\n".join(["video_id,title", *videos]) + "\n")
-    (raw / "user_history.txt").write_text("c\t7\t0\t1 2\na\t2\t0\t1\nz\t4\t0\t\n")
-    prepare(Options("kuairand", raw, out, bpe_vocab=300))
+    prepare(Options("kuairand", raw, out))
     return raw, out
 
 
@@ -112,26 +111,18 @@ def test_times_that_no_number_of_ns_can_hold_are_refused(tmp_path: Path, unit: s
         Replay(generic(longer, unit, [0, 1, 2, longest + per_second]), candidates=2)
 
 
-def test_histories_are_stretched_and_begin_before_the_log(log: tuple[Path, Path]) -> None:
-    raw, out = log
-    earlier = kuairand_earlier(raw, out)
-    assert dict(zip(_ids(out, "users.jsonl"), earlier.tolist(), strict=True)) == {"a": 2, "b": 0, "c": 7}
-    replay = Replay(out, candidates=2, item_tokens=4, earlier=earlier, max_prompt=1008, profile_tokens=20)
-    assert replay.parameters["event_tokens"] == 140  # (1008 - 2 x 4 - 20) / 7, user c's
+def test_histories_are_stretched_to_the_longest_prompt(log: tuple[Path, Path]) -> None:
+    replay = Replay(log[1], candidates=2, item_tokens=4, max_prompt=1008, profile_tokens=40)
+    assert replay.parameters["event_tokens"] == 320  # (1008 - 2 x 4 - 40) / 3, user a's
     lengths = {(a.user, a.time_ns // 10**6): a.user_tokens for a in replay.accesses()}
-    users = _ids(out, "users.jsonl")
-    assert lengths[users.index("a"), 40] == 20 + 2 * 140
-    assert lengths[users.index("c"), 60] == 1000
-
-
-def test_item_tokens_are_those_of_the_titles(log: tuple[Path, Path]) -> None:
-    tokens = dict(zip(_ids(log[1], "items.jsonl", "item_id"), title_tokens(log[1], 4).tolist(), strict=True))
-    assert 1 <= tokens["1"] <= tokens["2"] <= tokens["3"] <= tokens["4"] == 4
-    assert Replay(log[1], item_tokens=title_tokens(log[1], 9), candidates=1).item_tokens.dtype == np.int32
+    users = _ids(log[1], "users.jsonl")
+    assert lengths[users.index("a"), 80] == 40 + 320
+    assert lengths[users.index("a"), 19_990] == 1000
+    assert lengths[users.index("c"), 60] == 40
 
 
 def test_what_does_not_fit_is_named(log: tuple[Path, Path]) -> None:
-    raw, out = log
+    out = log[1]
     with pytest.raises(DataError, match="has real times"):
         Replay(out, candidates=2, hours=3)
     with pytest.raises(DataError, match="distinct"):
@@ -140,9 +131,6 @@ def test_what_does_not_fit_is_named(log: tuple[Path, Path]) -> None:
         Replay(out, candidates=2, max_prompt=40)
     with pytest.raises(DataError, match="user_tokens=1: the mean can be 32"):
         Replay(out, candidates=2, user_tokens=1)
-    (raw / "user_history.txt").write_text("c\tx\n")
-    with pytest.raises(DataError, match="txt:1"):
-        kuairand_earlier(raw, out)
 
 
 def _expect(replay: Replay, requests: int, share: float) -> list[Access]:
@@ -156,8 +144,7 @@ def _expect(replay: Replay, requests: int, share: float) -> list[Access]:
 @pytest.mark.data("kuairand-pure")
 def test_kuairand(dataset: Path, tmp_path: Path) -> None:
     prepare(Options("kuairand", dataset, tmp_path / "out", split="time"))
-    earlier = kuairand_earlier(dataset, tmp_path / "out")
-    replay = Replay(tmp_path / "out", candidates=20, earlier=earlier, user_tokens=1500)
+    replay = Replay(tmp_path / "out", candidates=20, user_tokens=1500)
     accesses = _expect(replay, 10_000, 0.594)
     assert len(accesses) == 222_444
     assert np.mean([access.user_tokens for access in accesses]) == pytest.approx(1500, abs=1)

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from jgr.data.interactions import DataError
 from jgr.traffic.candidates import CandidateDraw, solve_exponent, zipf
-from jgr.traffic.report import report
 from jgr.traffic.workloads import (
     BEAUTY,
     BOOKS,
@@ -28,6 +27,7 @@ from jgr.traffic.workloads import (
     books,
     industry,
 )
+from tests.traffic.trace_report import report
 
 FACTORS = {"games": 4, "beauty": 6, "books": 100, "industry": 500}
 SMALL = Workload("small", 50, 300, 200, 5, hourly=2.0, visit=1.5, candidates=10, top10_share=0.6)

@@ -12,9 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from jgr.serving.policies.memory_control import Controller
-from jgr.serving.policies.memory_signals import LONGEST, Limits, Signals
+from jgr.serving.policies.memory_signals import LONGEST, TAIL, Limits, Signals
 from jgr.simulation.controller import epochs, ppo
 from jgr.simulation.controller.epochs import Latency, Traffic, World
+from jgr.simulation.controller.workload import EPOCH_S
 
 Float64 = npt.NDArray[np.float64]
 GRID = np.round(np.arange(0.1, 0.9001, 0.02), 2)
@@ -102,4 +103,6 @@ def run(controller: Controller, world: World, traffic: Traffic, limits: Limits, 
 def signals(state: npt.NDArray[Any], rate: float, limits: Limits) -> Signals:
     """The signals that a state of the model stands for: f32 [STATE], requests/s."""
     hot, users, rows, length, late, _, p99 = (float(value) for value in state)
-    return Signals(hot, users, rows, length * LONGEST, late, p99 * 4.0 * limits.limit_ms, int(rate * 5.0))
+    return Signals(
+        hot, users, rows, length * LONGEST, late, p99 * TAIL * limits.limit_ms, int(rate * EPOCH_S)
+    )
