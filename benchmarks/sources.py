@@ -186,9 +186,8 @@ def _part_of(node: ast.stmt, own: Collection[str]) -> str:
         return STARTED
     names = _defined(node)
     if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-        kept = any(
-            each.id in own for d in node.decorator_list for each in _names(d)
-        )  # may keep it in a table
+        # A decorator of ours may keep it in a table.
+        kept = any(name.id in own for decorator in node.decorator_list for name in _names(decorator))
         return IMPORTED if kept or node.name.startswith("__") else node.name
     calls = (each.func for each in ast.walk(node) if isinstance(each, ast.Call))
     if len(names) == 1 and not any(each.id in own for call in calls for each in _names(call)):
@@ -226,11 +225,8 @@ def _bindings(node: ast.AST) -> Iterator[tuple[str, tuple[str, str]]]:
     """What an import gives to each name."""
     if isinstance(node, ast.Import):
         for alias in node.names:
-            yield (
-                (alias.asname, (alias.name, ""))
-                if alias.asname
-                else (top := alias.name.split(".")[0], (top, ""))
-            )
+            top = alias.name.split(".")[0]
+            yield alias.asname or top, (alias.name if alias.asname else top, "")
     elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
         for alias in node.names:
             yield alias.asname or alias.name, (node.module, alias.name)

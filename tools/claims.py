@@ -87,7 +87,7 @@ def minutes(result: Result, results: Sequence[Result]) -> Minutes:
 
 
 def changed(result: Result) -> str:
-    """Which of the files it may run have changed, in a few words; empty where git does not have its commit."""
+    """What of the code it may run has changed, in a few words; empty where git does not have its commit."""
     try:
         before = sources.at_commit(result["measured_commit"]).contents(source(result))
     except (subprocess.CalledProcessError, OSError):

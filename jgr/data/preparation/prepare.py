@@ -72,7 +72,7 @@ class Options:
     """What to prepare and how.
 
     source: a name of SOURCES. split: None takes the source's usual one. min_user, min_item: users and items with fewer
-    events are removed, again and again until none has fewer; None takes the source's value. bpe_vocab: tokens of the
+    events are removed, again and again until none has fewer; min_item None takes the source's. bpe_vocab: tokens of the
     title tokenizer; 0: none is made. allow_counts: only warn if the counts differ from those known for the source.
     tables: how the source `generic` reads its files. overwrite: replace a dataset of other files or parameters.
     """
