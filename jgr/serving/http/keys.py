@@ -263,6 +263,8 @@ def read_keys(config: ServerConfig) -> list[KeyEntry]:
         listed = _read_file(Path(config.keys))
         entries += listed
         places += [f"keys[{at}]" for at in range(len(listed))]
+        some = any(entry.role == "client" for entry in entries)
+        require(some, f"server.keys: {config.keys}: keys: none is a client's, so that nobody could ask")
     for field in ("name", "key"):
         first: dict[str, str] = {}
         for entry, place in zip(entries, places, strict=True):

@@ -162,12 +162,12 @@ class App:
             "/v1/score": Hot("rank", rank, score),
         }
         self._open = open_paths(config)
-        self._cold = Cold(models, config, self.keys, self).application
+        self._cold = Cold(models, config, self.keys, self)
         self._explaining = asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            return await self._cold(scope, receive, send)
+            return await self._cold.application(scope, receive, send)
         arrival_ns = self.clock() - scope.get("jgr.waited_ns", 0)  # where it has come from another process
         departure = scope.setdefault("jgr.departure", Departure())
         path, key, request_id, coding = scope["path"], b"", "", b""
@@ -196,7 +196,7 @@ class App:
                     raise RequestError("not_found", f"there is no {quoted(path)}")
                 scope["jgr.request_id"], scope["jgr.caller"] = reply.request_id, caller
                 scope["jgr.arrival_ns"], scope["jgr.trace"] = arrival_ns, trace
-                await self._cold(scope, receive, reply.forward)
+                await self._cold.application(scope, receive, reply.forward)
             else:
                 call = Call(departure, reply.request_id, arrival_ns, caller, trace)
                 body = await self._answer(scope["method"], path, hot, call, receive)
@@ -215,9 +215,7 @@ class App:
             _log.error("request %s failed", reply.request_id, exc_info=error)
             await reply.refuse(RequestError("internal", "the server failed; see its log"))
         finally:
-            route = scope.get("route")
-            endpoint = path if hot else route.path.replace(":path", "") if route else "other"
-            self.count(endpoint, reply.status)
+            self.count(path if hot else self._cold.endpoint(scope), reply.status)
             if self.access is not None:
                 took_ms = (self.clock() - arrival_ns) / 1e6
                 self.access(scope, reply.status, reply.size, took_ms, reply.request_id)

@@ -113,6 +113,34 @@ def test_a_refusal_tells_whether_a_key_was_missing_or_no_key_for_this(tmp_path: 
         assert said.startswith("the key 'ada' is a client's") and said.endswith("this takes an admin's key")
 
 
+def test_who_may_not_ask_is_counted_under_what_was_asked(tmp_path: Path) -> None:
+    """Once each, but a path that is none under "other"."""
+    keys = write(tmp_path / "keys", entry("ada", ADA), entry("root", ROOT, "admin"))
+    calls = [
+        ("GET", "/v1/models", "/v1/models"),
+        ("GET", "/v1/models/a/b", "/v1/models/{name}"),
+        ("POST", RELOAD, "/v1/models/{name}/reload"),
+        ("GET", "/v1/items/a", "/v1/items/{item_id}"),
+        ("DELETE", "/v1/users/u/cache", "/v1/users/{user_id}/cache"),
+        ("PUT", "/v1/models/jgr/rollback", "/v1/models/{name}/rollback"),
+        ("POST", "/v1/recommend", "/v1/recommend"),
+        ("GET", "/nothing", "other"),
+    ]
+    with LiveServer(keys) as server:
+        for method, path, _ in calls:
+            assert server.call(path, method=method).status == 401, path
+        assert server.call(RELOAD, method="POST", **bearer(ADA)).status == 403
+        counted = {
+            endpoint: series(
+                server, f'jgr_requests_total{{endpoint="{endpoint}",status="401"}}', **bearer(ADA)
+            )
+            for _, _, endpoint in calls
+        }
+        assert counted == dict.fromkeys(counted, 1.0)
+        forbidden = 'jgr_requests_total{endpoint="/v1/models/{name}/reload",status="403"}'
+        assert series(server, forbidden, **bearer(ADA)) == 1
+
+
 def test_a_file_alone_closes_the_server(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with LiveServer(write(tmp_path / "keys", entry("ada", ADA)), "server.host=0.0.0.0") as server:
         assert told(server.call("/v1/recommend", BODY)) == (401, "unauthorized")
@@ -261,6 +289,11 @@ def test_a_file_that_cannot_be_used_is_refused_with_the_field(
     [
         (b"{", "is not JSON"),
         (b"[]", "the file: expected `object`"),
+        (b'{"keys": []}', "keys: none is a client's, so that nobody could ask"),
+        (
+            b'{"keys": [{"name": "root", "key": "0123456789abcdef", "role": "admin"}]}',
+            "keys: none is a client's, so that nobody could ask",
+        ),
         (b'{"keys": [], "key": []}', "unknown field 'key'"),
         (b'{"keys": [], "keys": []}', "the name 'keys' stands twice"),
         (
@@ -280,6 +313,23 @@ def test_a_file_that_is_none_ends_the_start_in_a_line(tmp_path: Path, content: A
     with pytest.raises(ConfigError) as raised:
         Keys(make_config(f"server.keys={tmp_path}/keys").server)
     assert str(raised.value).startswith(f"server.keys: {tmp_path}/keys: ") and words in str(raised.value)
+
+
+def test_a_file_without_a_clients_key_goes_with_one_of_the_settings(tmp_path: Path) -> None:
+    keys = Keys(make_config(write(tmp_path / "keys"), "server.api_key=the-api-key-of-all").server)
+    assert keys.client(b"Bearer the-api-key-of-all").name == "default"
+
+
+def test_a_file_that_lost_its_clients_keys_changes_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = Keys(make_config(write(tmp_path / "keys", entry("ada", ADA))).server)
+    write(tmp_path / "keys")
+    keys.reload()
+    assert keys.client(b"Bearer " + ADA.encode()).name == "ada"
+    assert [record.getMessage() for record in caplog.records] == [
+        f"the keys stay as they are: server.keys: {tmp_path}/keys: keys: none is a client's, so that nobody could ask"
+    ]
 
 
 def test_a_file_that_others_can_read_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
