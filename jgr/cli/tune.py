@@ -46,8 +46,9 @@ def main(argv: Sequence[str]) -> int:
 
     keep_compiled(config)
     ranges = [studies.Range.parse(text) for text in values.vary]
-    study = studies.Study(Path(values.out), config, ranges)
+    studies.check(config, ranges)
     dataset = load_dataset(config.data)
+    study = studies.Study(Path(values.out), config, ranges, dataset.digest())
 
     def trial(chosen: Config, report: studies.Report) -> None:
         fit(chosen, dataset, lambda done, total, status: None, report)

@@ -12,6 +12,7 @@ from jgr.config import Config, ConfigError
 from jgr.data.datasets import Dataset
 from jgr.models import checkpoint, decoder
 from jgr.models.decoder import DecoderConfig, DecoderParams
+from jgr.models.model_files import ModelFiles
 from jgr.prompt.layouts import CAUSAL
 from jgr.prompt.tokens import PromptBuilder
 from jgr.training import letter_ranker, plain_ranker, ranker
@@ -64,6 +65,8 @@ def train_ranker(
     else:
         loss = ranker.ranking_loss(model, asked, weights, train)
     sequences = dataset.interactions.sequences
+    # Negatives are drawn by it, so a run does not go on with one that was trained anew in the same folder.
+    retriever = {"retriever": ModelFiles(Path(train.retriever)).weights()[:16]} if train.retriever else {}
 
     def save(params: DecoderParams, write_beside: Callable[[Path], None]) -> None:
         def write_all(folder: Path) -> None:
@@ -82,6 +85,7 @@ def train_ranker(
             "prompt": asdict(config.prompt),
             "rank": asdict(config.rank),
             "catalog_version": catalog.version,
+            **retriever,
         },
         validate=None if validate is None else lambda params: validate(model, params),
         progress=progress,

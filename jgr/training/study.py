@@ -128,10 +128,11 @@ def check(config: Config, ranges: Sequence[Range]) -> None:
 class Study:
     """The trials in a folder, to go on with. Needs jgr[tune].
 
-    Raises UserError where the folder's study is of another configuration or other ranges.
+    data: the digest of the dataset. Raises UserError where the folder's study is of another configuration, other
+    ranges or other data.
     """
 
-    def __init__(self, folder: Path, config: Config, ranges: Sequence[Range]) -> None:
+    def __init__(self, folder: Path, config: Config, ranges: Sequence[Range], data: str = "") -> None:
         import optuna
         from sqlalchemy.exc import SQLAlchemyError
 
@@ -164,6 +165,11 @@ class Study:
                 f"{folder}: holds a study of another configuration or other ranges: give another --out"
             )
         self._study.set_user_attr("of", made_of)
+        if self._study.user_attrs.setdefault("data", data) != data:
+            raise UserError(
+                f"{folder}: holds a study of other data: the dataset of data.path was made anew; give another --out"
+            )
+        self._study.set_user_attr("data", data)
 
     @property
     def finished(self) -> int:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from jgr.training.candidate_attention import candidate_attention
 from jgr.training.generator import decoder_config
 from jgr.training.ranker import Text
 from jgr.training.ranker_training import train_ranker
+from jgr.training.retriever import train_retriever
 
 KEY = jax.random.key(0)
 EVERY, STEPS = 60, 60
@@ -281,3 +283,21 @@ def test_a_prompt_with_words_behind_the_history_is_served_too(tmp_path: Path) ->
     train_ranker(cfg, ring())
     model = load_engine(cfg).info
     assert model.max_history_in_prompt == 6
+
+
+def test_a_run_does_not_go_on_with_a_retriever_that_was_trained_anew(tmp_path: Path) -> None:
+    """In the same folder: half of its negatives would be another retriever's."""
+
+    def retrieve(seed: int) -> None:
+        out = f"train.out={tmp_path / 'retriever'}"
+        train_retriever(config(tmp_path, out, *short, "train.model=sasrec", f"train.seed={seed}"), ring())
+        shutil.rmtree(tmp_path / "retriever.training")
+
+    short = ("train.steps=1", "train.evaluate_every=0")
+    retrieve(0)
+    cfg = config(tmp_path / "ranker", *short, f"train.retriever={tmp_path / 'retriever'}")
+    train_ranker(cfg, ring())
+    train_ranker(override(cfg, "train.steps=2"), ring())
+    retrieve(1)
+    with pytest.raises(ConfigError, match=r"holds a run of other settings or data \(retriever was "):
+        train_ranker(override(cfg, "train.steps=3"), ring())

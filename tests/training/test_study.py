@@ -11,8 +11,11 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from jgr.catalog.catalog import Catalog
 from jgr.cli.main import run
-from jgr.config import Config, ConfigError, TrainConfig, UserError, load_config
+from jgr.config import Config, ConfigError, TrainConfig, UserError, load_config, override
+from jgr.data.datasets import Dataset
+from jgr.data.interactions import leave_one_out
 from jgr.models import retrievers
 from jgr.training.study import BEFORE_PRUNING, MOST_FAILED, Range, Report, Study, _validations, check, told
 
@@ -265,3 +268,26 @@ def test_the_command_trains_and_its_best_file_is_a_configuration(
     assert found.train.out == "given"
     assert found.train.learning_rate in (1e-3, 1e-2)
     assert found.train.hidden == 8
+
+
+def test_a_study_of_other_data_does_not_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Study(tmp_path, CONFIG, [RATE], "some")
+    Study(tmp_path, CONFIG, [RATE], "some")
+    with pytest.raises(
+        UserError, match=r"holds a study of other data: the dataset of data\.path was made anew"
+    ):
+        Study(tmp_path, CONFIG, [RATE], "others")
+    settings = ("train.model=sasrec", "train.evaluate_every=5")
+    Study(tmp_path / "shop", override(Config(), *settings), [RATE], "others")
+    command = ["tune", *(f"--set={setting}" for setting in settings), f"--out={tmp_path / 'shop'}"]
+    assert run([*command, "--vary=train.learning_rate=1e-4:1e-2:log"]) == 2
+    assert f"{tmp_path / 'shop'}: holds a study of other data" in capsys.readouterr().err
+
+
+def test_the_digest_of_a_dataset_tells_all_that_is_learnt_and_validated_on() -> None:
+    def made(last: int = 3, title: str = "a") -> str:
+        catalog = Catalog.build(["a", "b", "c", "d"], [[1], [2], [3], [4]], [{"title": title}, {}, {}, {}])
+        return Dataset(catalog, leave_one_out([[0, 1, 2, last], [3, 1, 0, 2]])).digest()
+
+    assert made() == made()
+    assert len({made(), made(last=1), made(title="b")}) == 3
