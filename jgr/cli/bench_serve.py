@@ -75,6 +75,7 @@ def _check(values: flags.FlagValues) -> None:
         raise UserError(
             "--rates must be numbers of at least 0.001, separated by commas, as in --rates=10,20,50"
         )
+    console.refuse_unused(values.find_capacity, ("share", "max_probes"), "--find_capacity")
     pairs = [("rates", "rate"), ("rates", "find_capacity"), ("trace", "arrivals_file"), ("trace", "mix")]
     pairs += [("trace", "arrivals"), ("arrivals_file", "arrivals"), *(("trace", name) for name in MIX_FLAGS)]
     pairs += [("mix", name) for name in MIX_FLAGS]

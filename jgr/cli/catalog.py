@@ -36,6 +36,7 @@ def main(argv: Sequence[str]) -> None:
     console.refuse_arguments(rest)
     if name not in ("build", "inspect"):
         raise UserError(f"there is no 'jgr catalog {name}'; there are build and inspect")
+    console.refuse_unused(name == "build", ("out", "overwrite"), "jgr catalog build")
     if not flags.FLAGS.catalog:
         raise UserError("--catalog: name a catalog")
     if name == "build":

@@ -86,6 +86,13 @@ def define_overwrite() -> None:
     flags.DEFINE_bool("overwrite", False, "replace what is there already")
 
 
+def refuse_unused(used: bool, names: Sequence[str], what: str) -> None:
+    """Raise UserError for one of the flags that is given, unless they are used. what: they are for, in words."""
+    for name in names:
+        if not used and flags.FLAGS[name].present:
+            raise UserError(f"--{name} has no effect here: it is for {what}")
+
+
 def define_json() -> None:
     """Define --json, for commands whose result is lines for people and one JSON document (print_json)."""
     flags.DEFINE_bool(

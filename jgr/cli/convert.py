@@ -101,6 +101,9 @@ def main(argv: Sequence[str]) -> int:
     for name in ("checkpoint", "items", "family", "out"):
         if not getattr(values, name):
             raise UserError(f"--{name} is not set")
+    console.refuse_unused(
+        values.family == HSTU, ("heads", "tables", "remote", "local_rows"), f"--family={HSTU}"
+    )
     out = Path(values.out)
     from jgr.models import hub
 

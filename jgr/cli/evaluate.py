@@ -178,6 +178,10 @@ def or_null(found: Any) -> Any:
 
 
 def _options(values: flags.FlagValues) -> Options:
+    console.refuse_unused(bool(values.sweep), ("requests",), "--sweep")
+    console.refuse_unused(not values.feedback, ("k",), "lists of items, which --feedback does not measure")
+    rules = not (values.sweep or values.feedback)
+    console.refuse_unused(rules, ("rules_window", "rules_decay"), "the table, without --sweep and --feedback")
     ks = values.k
     if not ks or not all(k.strip().isdecimal() and 1 <= int(k) <= 1000 for k in ks):
         raise UserError(f"--k must be integers from 1 to 1000, such as 1,5,10, not '{','.join(ks)}'")

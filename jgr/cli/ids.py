@@ -71,6 +71,7 @@ def main(argv: Sequence[str]) -> int:
         raise UserError("--data: the folder that jgr prepare wrote is not set")
     if values.name and not CATALOG_NAME.fullmatch(values.name):
         raise UserError(f"--name: a name of letters, digits, _, . and -, not {values.name!r}")
+    _refuse_unused(values)
     sizes = _sizes(values.sizes)
     if values.method == "rqvae":
         extras.require("train", "jgr ids --method=rqvae")
@@ -93,8 +94,6 @@ def main(argv: Sequence[str]) -> int:
     if values.table:
         codes, raw_codes, described = _given(values, prepared)
     elif values.method == "item":
-        if values.vectors:
-            raise UserError("--method=item needs no vectors: it does not go with --vectors")
         codes = raw_codes = np.arange(len(prepared.item_ids), dtype=np.int32)[:, None]
         described = {"method": "item"}
     else:
@@ -134,6 +133,25 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
+def _refuse_unused(values: flags.FlagValues) -> None:
+    """Raise UserError for a flag that has no effect beside the others."""
+    of_items, of_vectors = values.method == "item", not values.table and values.method != "item"
+    for used, names, what in (
+        (not values.table, ("method",), "ids that no --table brings"),
+        (bool(values.table), ("column",), "--table"),
+        (of_vectors, ("vectors", "sizes", "seed"), "ids from vectors, without --table and --method=item"),
+        (
+            of_vectors and bool(values.vectors),
+            ("normalize",),
+            "--vectors; computed vectors have length 1 already",
+        ),
+        (of_vectors and not values.vectors, ("dims", "window"), "computed vectors, without --vectors"),
+        (of_vectors and values.method == "rqvae", ("steps",), "--method=rqvae"),
+        (not of_items, ("collisions",), "ids that items may share, which those of --method=item are not"),
+    ):
+        console.refuse_unused(used, names, what)
+
+
 def _given(values: flags.FlagValues, prepared: Prepared) -> tuple[Int32, Int32, dict[str, Any]]:
     """The codes of --table, after and before --collisions, and their origin for the report."""
     from jgr.data.id_tables import read_id_table
@@ -141,10 +159,8 @@ def _given(values: flags.FlagValues, prepared: Prepared) -> tuple[Int32, Int32, 
 
     if not values.column:
         raise UserError("--column: the column of --table is not set")
-    if values.vectors or values.collisions == "reassign":
-        raise UserError(
-            "--table brings ids, no vectors: it goes with neither --vectors nor --collisions=reassign"
-        )
+    if values.collisions == "reassign":
+        raise UserError("--table brings ids, no vectors: it does not go with --collisions=reassign")
     path = Path(values.table)
     given = read_id_table(path, values.column, prepared.item_ids)
     more = {"extra": number_duplicates, "item": own_level}.get(values.collisions)
@@ -169,8 +185,6 @@ def _vectors(values: flags.FlagValues, prepared: Prepared) -> tuple[Float32, dic
         files = ",".join(Path(path.strip()).name for path in values.vectors.split(","))
         source = {"file": files, "normalized": values.normalize}
         return (unit_rows(vectors) if values.normalize else vectors), source
-    if values.normalize:
-        raise UserError("--normalize is for --vectors; computed vectors have length 1 already")
     found = co_occurrence_vectors(
         prepared.interactions.sequences, n, dims=values.dims, window=values.window, seed=values.seed
     )

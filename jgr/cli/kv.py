@@ -53,6 +53,9 @@ def main(argv: Sequence[str]) -> int:
     name, *rest = argv
     if name not in ("build", "library"):
         raise UserError(f"there is no 'jgr kv {name}'; there are build and library")
+    console.refuse_unused(
+        name == "library", ("texts", "text_field", "user_field", "prototypes", "held_out"), "jgr kv library"
+    )
     config = console.load_folder(flags.FLAGS, rest)
     if not flags.FLAGS.out:
         raise UserError("--out: name the folder for the keys and values")

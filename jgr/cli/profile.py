@@ -53,6 +53,8 @@ def define_flags() -> None:
 def main(argv: Sequence[str]) -> int:
     config = console.load_folder(flags.FLAGS, argv)
     values = flags.FLAGS
+    traced = ("requests", "requests_file", "concurrency", "top", "out")
+    console.refuse_unused(not values.costs, traced, "a trace of requests, which --costs does not make")
     if values.costs:
         return _costs(config, Path(values.costs))
     _refuse_scorer(config)

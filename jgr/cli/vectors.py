@@ -45,8 +45,8 @@ def main(argv: Sequence[str]) -> int:
         raise UserError("--out: the file to write is not set")
     if not values.out.endswith(".npy"):
         raise UserError(f"--out: the name of a .npy file, not {values.out}")
-    if values.fields and values.of != "text":
-        raise UserError("--fields are read with --of=text alone")
+    console.refuse_unused(values.of == "text", ("fields",), "--of=text")
+    console.refuse_unused(values.of == "sequences", ("window",), "--of=sequences")
     import numpy as np
 
     from jgr.data.datasets import load_dataset

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Logs and progress bars: what reaches stderr, in a process of its own so that pytest's handlers stay."""
+"""What all commands share. What logs and bars write is seen in a process of its own, so that pytest's handlers stay."""
 
 import json
 import re
@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 import pytest
 
 from jgr.cli.console import Teller, cores_here, size_threads
+from jgr.cli.main import run
 from jgr.config import Config, override
 from jgr.fields import UserError
 
@@ -217,3 +218,28 @@ def test_cores_that_cannot_be_left_are_refused(settings: list[str], words: str) 
     config = override(Config(), *(setting.format(cores=cores) for setting in settings))
     with pytest.raises(UserError, match=re.escape(words.format(cores=cores))):
         size_threads([config])
+
+
+@pytest.mark.parametrize(
+    ("command", "flag", "what"),
+    [
+        *(
+            ("kv build runs/none --out=x", flag, "jgr kv library")
+            for flag in ("texts=x", "text_field=text", "user_field=u", "prototypes=9", "held_out=0.2")
+        ),
+        ("catalog inspect --catalog=none.jsonl", "out=x", "jgr catalog build"),
+        ("catalog inspect --catalog=none.jsonl", "overwrite", "jgr catalog build"),
+        ("bench serve --config=shop", "share=0.9", "--find_capacity"),
+        ("bench serve --config=shop", "max_probes=3", "--find_capacity"),
+        *(
+            ("profile --config=shop --costs=x", flag, "a trace of requests, which --costs does not make")
+            for flag in ("requests=9", "requests_file=x", "concurrency=2", "top=3", "out=x")
+        ),
+    ],
+)
+def test_a_flag_without_effect_is_refused_with_what_uses_it(
+    capsys: pytest.CaptureFixture[str], command: str, flag: str, what: str
+) -> None:
+    assert run([*command.split(), f"--{flag}"]) == 2
+    name = flag.partition("=")[0]
+    assert capsys.readouterr().err == f"jgr: --{name} has no effect here: it is for {what}\n"

@@ -188,6 +188,10 @@ def test_openonerec(tmp_path: Path) -> None:
         ("damaged_items", "not readable as JSON"),
         ("no_family", "--family is not set"),
         ("no_folder", "is not a folder"),
+        ("--heads=2", "--heads has no effect here: it is for --family=hstu"),
+        ("--tables=float32", "--tables has no effect here: it is for --family=hstu"),
+        ("--remote=redis://127.0.0.1:1/0", "--remote has no effect here: it is for --family=hstu"),
+        ("--local_rows=3", "--local_rows has no effect here: it is for --family=hstu"),
     ],
 )
 def test_refusals(tmp_path: Path, minionerec: tuple[Path, Path], change: str, message: str) -> None:
@@ -211,6 +215,8 @@ def test_refusals(tmp_path: Path, minionerec: tuple[Path, Path], change: str, me
         argv[1] = f"--items={tmp_path / 'sid2pid.json'}"
     elif change == "no_family":
         del argv[2]
+    elif change.startswith("--"):
+        argv.append(change)
     else:
         argv[0] = f"--checkpoint={tmp_path / 'nothing'}"
     done = convert(*argv)

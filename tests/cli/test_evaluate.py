@@ -226,6 +226,13 @@ def test_histories_that_cannot_be_told_whole_are_refused_before_one_is_asked() -
         (["--unconstrained", "--url=http://localhost:1"], "leave out --url"),
         (["--k=0,5"], "--k must be integers from 1 to 1000, such as 1,5,10, not '0,5'"),
         (["--k="], "--k must be integers"),
+        (["--requests=9"], "--requests has no effect here: it is for --sweep"),
+        (["--feedback", "--k=5"], "--k has no effect here: it is for lists of items"),
+        (["--feedback", "--rules_window=2"], "--rules_window has no effect here: it is for the table"),
+        (
+            ["--sweep=beam.width=8", "--rules_decay=2"],
+            "--rules_decay has no effect here: it is for the table",
+        ),
     ],
 )
 def test_flags_that_contradict_each_other_are_one_line(options: list[str], words: str) -> None:

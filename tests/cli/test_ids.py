@@ -142,8 +142,31 @@ def test_rqvae(folder: Path) -> None:
         (["--data={data}", "--sizes=2,2,2,2,2,2,2,2,2"], "needs 1 to 8 levels, found 9"),
         (["--data={data}", "--sizes=2,2,2,2,2,2,2,2", "--collisions=extra"], "more than 8"),
         (["--data={data}", "--method=magic"], "kmeans|balanced|rqvae"),
-        (["--data={data}", "--normalize"], "--normalize is for --vectors"),
-        (["--data={data}", "--method=item", "--vectors=v.npy"], "--method=item needs no vectors"),
+        (["--data={data}", "--normalize"], "--normalize has no effect here: it is for --vectors; "),
+        (["--data={data}", "--column=ours"], "--column has no effect here: it is for --table"),
+        (["--data={data}", "--steps=9"], "--steps has no effect here: it is for --method=rqvae"),
+        (["--data={data}", "--vectors=v.npy", "--dims=9"], "--dims has no effect here: it is for computed "),
+        (
+            ["--data={data}", "--vectors=v.npy", "--window=9"],
+            "--window has no effect here: it is for computed ",
+        ),
+        *(
+            (
+                ["--data={data}", "--method=item", flag],
+                f"{flag.partition('=')[0]} has no effect here: it is for {what}",
+            )
+            for flag, what in (
+                ("--vectors=v.npy", "ids from vectors, without --table and --method=item"),
+                ("--sizes=4,3", "ids from vectors"),
+                ("--seed=1", "ids from vectors"),
+                ("--normalize", "--vectors"),
+                ("--dims=9", "computed vectors"),
+                ("--window=9", "computed vectors"),
+                ("--steps=9", "--method=rqvae"),
+                ("--collisions=extra", "ids that items may share, which those of --method=item are not"),
+                ("--column=ours", "--table"),
+            )
+        ),
         (["--data={data}", "--vectors={data}/../nan.npy"], "row 4 holds NaN"),
         (["--data={data}", "--vectors={data}/../few.npy"], "found [29, 2]"),
         (["--data={data}", "more"], "unexpected argument 'more'"),
@@ -187,6 +210,9 @@ def test_ids_from_a_table(folder: Path, tmp_path: Path) -> None:
     ("argv", "lines", "message"),
     [
         ((), (), "--column: the column of --table is not set"),
+        (("--column=ours", "--method=item"), (), "--method has no effect here: it is for ids that no --table brings"),
+        (("--column=ours", "--vectors=v.npy"), (), "--vectors has no effect here: it is for ids from vectors"),
+        (("--column=ours", "--sizes=4"), (), "--sizes has no effect here: it is for ids from vectors"),
         (("--column=mine",), (), "has no column 'mine'; it has ours, theirs"),
         (("--column=ours", "--collisions=reassign"), (), "--table brings ids, no vectors"),
         (("--column=ours",), ("i0\t1-2",), ":2: has 2 fields, the header has 3"),

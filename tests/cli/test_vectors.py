@@ -42,7 +42,11 @@ def test_vectors_of_sequences(tmp_path: Path) -> None:
     [
         ([], "--out: the file to write is not set"),
         (["--out={0}/x"], "--out: the name of a .npy file"),
-        (["--out={0}/x.npy", "--of=sequences", "--fields=title"], "--fields are read with --of=text alone"),
+        (
+            ["--out={0}/x.npy", "--of=sequences", "--fields=title"],
+            "--fields has no effect here: it is for --of=text",
+        ),
+        (["--out={0}/x.npy", "--window=2"], "--window has no effect here: it is for --of=sequences"),
         (["--out={0}/x.npy", "--fields=colour"], "no item's metadata has a text 'colour'"),
         (["--out={0}/there.npy"], "--overwrite replaces it"),
     ],
