@@ -155,6 +155,16 @@ def distinct(name: str, given: Sequence[str]) -> None:
         require(value not in given[:at], f"{name}: there are two of {value!r}; each must be different")
 
 
+def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object of these fields, for json.loads, which alone keeps the last of equal keys. Raises UserError."""
+    fields: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in fields:
+            raise UserError(f"key {one_line(repr(key), 80)} occurs twice")
+        fields[key] = value
+    return fields
+
+
 def one_line(text: object, most: int = 500) -> str:
     """A text that may come from a damaged file, on one line of bounded length, fit for a terminal."""
     line = printable(" ".join(str(text).split()))

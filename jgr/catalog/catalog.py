@@ -37,7 +37,7 @@ from jgr.catalog.columns import Columns
 from jgr.catalog.id_lookup import Find, finder, in_arrays
 from jgr.catalog.text_table import ItemIds, Metadata, TextTable
 from jgr.config import UserError
-from jgr.fields import CONTROL_CHARACTER
+from jgr.fields import CONTROL_CHARACTER, once
 from jgr.files import MAX_LINE_BYTES, read_lines, read_whole, writing
 
 Int32 = npt.NDArray[np.int32]
@@ -347,22 +347,14 @@ def _columns(catalog: Catalog) -> Columns:
 def _read_object(path: Path) -> dict[str, Any]:
     """Read a JSON object and refuse repeated keys, of which the fast parser would silently keep the last."""
 
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        entries: dict[str, Any] = {}
-        for key, value in pairs:
-            if key in entries:
-                raise CatalogError(f"{path}: key {_show(key)} occurs twice")
-            entries[key] = value
-        return entries
-
     def constant(name: str) -> NoReturn:
-        raise CatalogError(f"{path}: {name} is not a JSON number")
+        raise UserError(f"{name} is not a JSON number")
 
     content = read_whole(path, CatalogError)
     try:
-        value = json.loads(content.decode("utf-8"), object_pairs_hook=unique, parse_constant=constant)
-    except CatalogError:
-        raise
+        value = json.loads(content.decode("utf-8"), object_pairs_hook=once, parse_constant=constant)
+    except UserError as error:
+        raise CatalogError(f"{path}: {error}") from None
     except (ValueError, RecursionError) as cause:
         raise CatalogError(f"{path}: not JSON: {cause}") from None
     if not isinstance(value, dict):

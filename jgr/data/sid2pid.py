@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from jgr.catalog.catalog import Catalog, CatalogError
+from jgr.fields import UserError, once
 from jgr.files import read_whole
 
 BASE = 8192
@@ -25,8 +26,11 @@ def load_sid2pid(path: Path) -> Catalog:
 
     An item with several semantic ids is refused, since jgr's items have one each.
     """
+    content = read_whole(path, CatalogError)
     try:
-        table = json.loads(read_whole(path, CatalogError))
+        table = json.loads(content, object_pairs_hook=once)
+    except UserError as error:
+        raise CatalogError(f"{path}: {error}") from None
     except (ValueError, RecursionError) as error:
         raise CatalogError(f"{path}: not readable as JSON: {error}") from None
     if not isinstance(table, dict) or not table:

@@ -234,11 +234,13 @@ def test_refusals(tmp_path: Path, minionerec: tuple[Path, Path], change: str, me
         ({"1.1.2": []}, "expected a list of items"),
         ({"1.1.2": [{"count": 1}]}, "expected items such as"),
         ({"1.1.2": [{"pid": 1}], "1.1.3": [{"pid": 1}]}, "'1'"),
+        ('{"1.1.2": [{"pid": 1}], "1.1.2": [{"pid": 2}]}', "sid2pid.json: key '1.1.2' occurs twice"),
+        ('{"1.1.2": [{"pid": 1, "pid": 2}]}', "sid2pid.json: key 'pid' occurs twice"),
     ],
 )
 def test_tables_that_are_refused(tmp_path: Path, table: object, message: str) -> None:
     path = tmp_path / "sid2pid.json"
-    path.write_text(json.dumps(table))
+    path.write_text(table if isinstance(table, str) else json.dumps(table))
     with pytest.raises(CatalogError, match=r"sid2pid\.json: ") as caught:
         load_sid2pid(path)
     assert message in str(caught.value)

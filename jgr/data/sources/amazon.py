@@ -13,6 +13,7 @@ its parent_asin; times are in milliseconds.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -35,6 +36,7 @@ from jgr.data.sources.records import (
     parsed,
     user_lines,
 )
+from jgr.fields import once
 from jgr.files import read_whole
 
 META_FIELDS = ("title", "store", "main_category", "categories", "price")
@@ -52,8 +54,10 @@ def _open_letter(folder: Path) -> Raw:
 
 def _json_sequences(path: Path) -> Iterator[tuple[int, Event]]:
     """Read one object that names each user's items. An event's line is the number of its user, from 1."""
+    content = read_whole(path, DataError)
     try:
-        users = json_object(read_whole(path, DataError))
+        users = json_object(content)
+        json.loads(content, object_pairs_hook=once)  # the other reader takes the last of a user's lists alone
     except ValueError as cause:
         raise DataError(f"{path}: {cause}") from None
     for number, (user_id, items) in enumerate(users.items(), 1):

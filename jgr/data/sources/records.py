@@ -229,7 +229,10 @@ def _text_lines(path: Path) -> Iterator[str]:
 
 def json_object(line: bytes) -> dict[str, Any]:
     """Parse one JSON object. NaN, which is not JSON, is refused."""
-    value = msgspec.json.decode(line)
+    try:
+        value = msgspec.json.decode(line)
+    except RecursionError:
+        raise ValueError("is nested too deeply") from None
     if not isinstance(value, dict):
         raise ValueError(f"expected an object, found {type(value).__name__}")
     return value

@@ -315,6 +315,8 @@ def test_known_counts_are_verified(tmp_path: Path, caplog: pytest.LogCaptureFixt
         ('{"7": []}', "user '7' has no list of items"),
         ('{"7": 3}', "user '7' has no list of items"),
         ("[1]", "expected an object, found list"),
+        ('{"7": [1, 2], "8": [1], "7": [3]}', "sequences.json: key '7' occurs twice"),
+        ('{"7": ' + "[" * 20_000, "sequences.json: is nested too deeply"),
         ('{"7": [1, 2', "sequences.json: Input data was truncated"),
     ],
 )
