@@ -125,6 +125,12 @@ def test_regimes_are_those_of_the_paper() -> None:
     assert 5 < len(lasts) < 25 and lasts[:-1].min() >= 3  # the last may be cut by the end
 
 
+def test_bursts_begin_once_in_twelve_epochs() -> None:
+    """As Poisson has it, so the share of epochs without one, of four epochs in the mean, is exp(-4 / 12)."""
+    found = workload.traffic("burst", np.random.default_rng(1), 1_000_000)
+    assert np.mean(np.asarray(found.hot_share) < 0.5) == pytest.approx(np.exp(-4 / 12), abs=0.004)
+
+
 def test_measured_popularity_keeps_its_skew() -> None:
     requests = np.array([50, 20, 10] + [1] * 57)
     hot, cold = workload.user_popularity(requests, 6000)
