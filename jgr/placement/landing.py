@@ -65,7 +65,7 @@ class SharedLanding:
     def of_peer(cls, name: str) -> SharedLanding:
         """The file that a reader named. TransportError unless it is one that `new` makes."""
         path = Path(name)
-        if path.parent != SHARED or not path.name.startswith("jgr-items-"):
+        if path.parent != SHARED or not path.name.startswith("jgr-items-") or "\0" in name:
             raise TransportError("bytes are only put under /dev/shm")
         descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
         about = os.fstat(descriptor)

@@ -25,7 +25,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -45,6 +45,7 @@ BUSY_S = 1.0
 """How long after a connection that could not be let in the next one is."""
 IDLE_CONNECTIONS = 4
 MOST_CONNECTIONS = 256
+T = TypeVar("T", bound=msgspec.Struct)
 _HEADER = struct.Struct("<I")
 _log = logging.getLogger(__name__)
 
@@ -130,8 +131,8 @@ class _Conversation:
         self.connection.sendall(_HEADER.pack(len(body)) + _tag(self._given, self._sent, body) + body)
         self._sent += 1
 
-    def receive(self, until_s: float | None = None) -> bytes:
-        """The next frame. TransportError where it is not the other end's."""
+    def receive(self, kind: type[T], until_s: float | None = None) -> T:
+        """What the next frame holds. TransportError where it is not the other end's, or holds something else."""
         (size,) = _HEADER.unpack(_exactly(self.connection, _HEADER.size, until_s))
         if size > MOST_FRAME:
             raise TransportError(f"a frame of {size} bytes")
@@ -140,7 +141,10 @@ class _Conversation:
         if not hmac.compare_digest(tag, _tag(self._taken, self._received, body)):
             raise TransportError("a frame that the other end has not sent")
         self._received += 1
-        return body
+        try:
+            return msgspec.msgpack.decode(body, type=kind)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise TransportError(f"a frame that is no {kind.__name__}: {error}") from None
 
 
 class ItemServer:
@@ -207,14 +211,14 @@ class ItemServer:
             conversation = self._greet(connection)
             while True:
                 connection.settimeout(None)
-                asked = msgspec.msgpack.decode(conversation.receive(), type=Asked)
+                asked = conversation.receive(Asked)
                 if len(asked.rows) != len(asked.digests) or len(asked.rows) > MOST_ROWS:
                     raise TransportError("more rows than may be asked for")
                 if asked.landing and (landing is None or landing.name != asked.landing):
                     landing = (NixlLanding if self._nixl else SharedLanding).of_peer(asked.landing)
                 connection.settimeout(SEND_S)
                 self._answer(conversation, asked, landing if asked.landing else None)
-        except (OSError, TransportError, msgspec.MsgspecError) as error:
+        except (OSError, TransportError) as error:
             if str(error):
                 _log.debug("a reader of items has ended: %s", error)
         finally:
@@ -301,7 +305,7 @@ class SocketTransport:
                 reading.close()
                 raise
             self._give_back(peer, reading)
-        except (OSError, msgspec.MsgspecError) as error:
+        except OSError as error:
             raise TransportError(f"{peer.host}:{peer.port}: {error or type(error).__name__}") from error
         return found
 
@@ -396,7 +400,7 @@ class _Reading:
         connection.settimeout(max(0.001, until_s - self._clock()))
         name = "" if landing is None else landing.name
         self._conversation.send(msgspec.msgpack.encode(Asked(rows, [wanted[row][0] for row in rows], name)))
-        given = msgspec.msgpack.decode(self._conversation.receive(until_s), type=Given)
+        given = self._conversation.receive(Given, until_s)
         expected = [(0, wanted[row][1]) for row in rows]
         if not len(given.cells) == len(given.checksums) == len(rows) or any(
             cells not in allowed for cells, allowed in zip(given.cells, expected, strict=True)

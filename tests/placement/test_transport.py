@@ -8,6 +8,7 @@ import os
 import re
 import socket
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -308,6 +309,39 @@ def test_a_frame_that_was_changed_on_its_way_is_refused(owner: Owner, server: It
         reader().fetch(peer, wanted(1), PATIENCE_S)
     thread.join(PATIENCE_S)
     assert owner.asked == 0
+
+
+ODD_FRAMES = [b"\x93\x90\x90\xa1\xff", b"\x93\x90\x90" + b"\x91" * 100_000, b"\x91\x90", b"\xc1", b""]
+"""Bytes that are no text, nesting without an end, a field too few, no msgpack, nothing."""
+
+
+@pytest.mark.parametrize("odd", [*ODD_FRAMES, b"\x93\x90\x90\xb4/dev/shm/jgr-items-\x00"])
+def test_a_reader_that_sends_something_else_ends_its_own_conversation_alone(
+    owner: Owner, server: ItemServer, peer: Peer, monkeypatch: pytest.MonkeyPatch, odd: bytes
+) -> None:
+    failed: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", failed.append)
+    mine = reader()
+    reading = mine._take(peer, time.monotonic() + PATIENCE_S)
+    reading._conversation.send(odd)
+    with pytest.raises(OSError):
+        reading._conversation.receive(transport.Given, time.monotonic() + PATIENCE_S)
+    reading.close()
+    same(mine.fetch(peer, wanted(3), PATIENCE_S), owner, [3])
+    assert not failed
+    mine.close()
+
+
+@pytest.mark.parametrize("odd", ODD_FRAMES[1:])
+def test_an_owner_that_sends_something_else_is_told_as_one_that_gives_nothing(
+    server: ItemServer, peer: Peer, monkeypatch: pytest.MonkeyPatch, odd: bytes
+) -> None:
+    def answer(self: ItemServer, conversation: Any, asked: Any, landing: Any) -> None:
+        conversation.send(odd)
+
+    monkeypatch.setattr(ItemServer, "_answer", answer)
+    with pytest.raises(TransportError, match="a frame that is no Given"):
+        reader().fetch(peer, wanted(3), PATIENCE_S)
 
 
 def test_a_bucket_lets_bytes_through_at_its_speed() -> None:
