@@ -45,7 +45,8 @@ def partition(
     """The part of each vertex, [n] int32 in 0..parts-1.
 
     edges: scipy CSR [n, n], symmetric, not negative, without a diagonal. loads: [n, c], not negative. by: metis,
-    numpy, or metis where it is installed. A vertex that alone is heavier than a part may be breaks that part's bound.
+    numpy, or metis where it is installed. Where a vertex alone is heavier than a mean part, parts may have as much of
+    that load as it has and the imbalance, if the other loads need it; these are less even where that is too little.
     ValueError where shapes do not fit; ModuleNotFoundError for metis where it is missing.
     """
     n = len(loads)
@@ -81,15 +82,28 @@ def refine(edges: Any, loads: Float64, part: Int32, parts: int, imbalance: float
         if not state.improve() and not balanced:
             break
     state.balance()
+    if state.too_full():
+        # The part of a vertex that is too heavy gives all others away, so that their loads have no room elsewhere.
+        state.allow(loads.max(0) + imbalance)
+        state.balance()
     return part
 
 
 class _State:
-    """A partition that is being refined, in place. most: of each load in a part; the mean part has 1."""
+    """A partition that is being refined, in place. most: of any load in a part; the mean part has 1."""
 
     def __init__(self, edges: Any, loads: Float64, part: Int32, parts: int, most: float) -> None:
-        self._edges, self._loads, self._part, self._parts, self._most = edges, loads, part, parts, most
+        self._edges, self._loads, self._part, self._parts = edges, loads, part, parts
+        self._most = np.full(loads.shape[1], most)  # [c]
         self._of = _sums(loads, part, parts)  # [k, c]
+
+    def too_full(self) -> bool:
+        """Whether a part has more than it may."""
+        return bool((self._of - self._most > 1e-9).any())
+
+    def allow(self, most: Float64) -> None:
+        """Let parts have so much of each load, [c], where that is more than they may."""
+        self._most = np.maximum(self._most, most)
 
     def improve(self) -> bool:
         """Move vertices to where their neighbours are, the largest gain first; whether any moved."""
@@ -136,7 +150,7 @@ class _State:
         price = (own - wants.max(1)) / self._loads[mine, load]
         moved = 0
         for vertex in mine[np.argsort(price, kind="stable")]:
-            if self._of[full, load] <= self._most:
+            if self._of[full, load] <= self._most[load]:
                 break
             fits = self._fits(vertex)
             fits[full] = False

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.sparse import csr_matrix
 
-from jgr.placement.partition import By, cut, imbalance_of, partition, refine
+from jgr.placement.partition import By, _State, cut, imbalance_of, partition, refine
 
 WAYS: list[By] = ["numpy", "metis"]
 
@@ -90,6 +91,53 @@ def test_a_vertex_heavier_than_a_part_breaks_its_own_bound_alone() -> None:
     part = partition(csr_matrix((101, 101)), loads, 4, "numpy")
     others = np.bincount(part[np.arange(101) != 7], minlength=4)
     assert np.delete(others, part[7]).max() <= 1.05 * 600 / 4
+
+
+def heavy(parts: int, steep: float, seed: int, linked: bool) -> tuple[Any, npt.NDArray[np.float64]]:
+    """A graph, and loads of which the first falls as a power does, so that some vertices are heavier than a part."""
+    edges, _ = drawn(parts, 100, 5, 3, seed)
+    rng, n = np.random.default_rng(seed), edges.shape[0]
+    often = rng.permutation(np.arange(1, n + 1.0) ** -steep)
+    return edges if linked else csr_matrix((n, n)), np.stack([often, rng.uniform(5, 40, n)], axis=1)
+
+
+@pytest.mark.parametrize("by", WAYS)
+@pytest.mark.parametrize(("parts", "steep"), [(16, 1.4), (20, 1.2), (30, 1.1)])
+@pytest.mark.parametrize("linked", [False, True])
+def test_vertices_heavier_than_a_part_leave_the_other_load_even(
+    by: By, parts: int, steep: float, linked: bool
+) -> None:
+    """And no part has more of their load than the heaviest and 5 % of a part."""
+    edges, loads = heavy(parts, steep, 1, linked)
+    heaviest = loads[:, 0].max() / (loads[:, 0].sum() / parts)
+    accesses, sizes = imbalance_of(loads, partition(edges, loads, parts, by), parts)
+    assert heaviest > 2
+    assert accesses <= heaviest - 1 + 0.05 + 1e-9
+    assert sizes <= 0.051
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    parts=st.integers(2, 12),
+    steep=st.floats(0.5, 1.5),
+    seed=st.integers(0, 1000),
+    linked=st.booleans(),
+)
+def test_what_a_heavy_vertex_allows_never_makes_parts_fuller(
+    parts: int, steep: float, seed: int, linked: bool
+) -> None:
+    """Above the bounds that it allows there is never more than with the tight ones alone."""
+
+    def above(part: npt.NDArray[np.int32]) -> float:
+        of = np.stack([np.bincount(part, load, parts) for load in relative.T], axis=1)
+        return float(np.maximum(of - np.maximum(1, relative.max(0)) - 0.05, 0).sum())
+
+    edges, loads = heavy(parts, steep, seed, linked)
+    relative = loads / (loads.sum(0) / parts)
+    begun = np.random.default_rng(seed).integers(0, parts, len(loads)).astype(np.int32)
+    with mock.patch.object(_State, "allow"):
+        tight = above(refine(edges, loads, begun, parts))
+    assert above(refine(edges, loads, begun, parts)) <= tight + 1e-9
 
 
 def test_many_vertices_without_edges_are_dealt_evenly() -> None:
