@@ -283,11 +283,11 @@ def run(
     max_connections: int,
     timeout_s: float,
     progress: Progress,
-    start_s: float | None = None,
+    start: Callable[[], float] = time.monotonic,
 ) -> Results:
     """Run `drive` against a server, on a new event loop. Raises LoadError if the server cannot be reached at all.
 
-    start_s: the time.monotonic() at which the schedule begins; None: at once.
+    start: called once all is ready to be sent; tells the time.monotonic() at which the schedule begins.
     """
 
     async def main() -> Results:
@@ -304,7 +304,7 @@ def run(
             max_connections=max_connections,
             timeout_s=timeout_s,
             progress=progress,
-            start_s=time.monotonic() if start_s is None else start_s,
+            start_s=start(),
         )
 
     # A full round of the garbage collector over all that was there before would make requests late.

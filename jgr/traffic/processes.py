@@ -27,7 +27,7 @@ from jgr.traffic.schedule import LoadError, Schedule
 MAX_PROCESSES = 256
 START_S = 0.2
 """How long before the first request the processes are told when it is, once all of them are there."""
-_READY_S = 120.0  # to start an interpreter on a busy machine
+_READY_S = 120.0  # to start an interpreter on a busy machine, and to render its requests
 
 
 def run(
@@ -124,16 +124,19 @@ def _merge(schedule: Schedule, parts: Sequence[Results]) -> Results:
 
 def _client(pipe: Pipe, schedule: Schedule, target: Target, settings: dict[str, Any]) -> None:
     """The main function of a client process."""
+
+    def start() -> float:
+        pipe.send(("ready", None))
+        return float(pipe.recv())
+
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
     with suppress(BrokenPipeError), pipe:
         try:
-            pipe.send(("ready", None))
-            start_s = pipe.recv()
             results = open_loop.run(
                 schedule,
                 target,
                 progress=lambda done, all, label: pipe.send(("progress", done)),
-                start_s=start_s,
+                start=start,
                 **settings,
             )
             pipe.send(("results", results))

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import os
+import time
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -47,6 +49,34 @@ def test_processes_send_what_one_would_send_and_their_results_are_in_order() -> 
     assert (results.began_s >= results.due_s).all()
     assert (results.end_s > results.sent_s).all()
     assert told[-1] == (40, 40)
+
+
+def test_a_process_is_ready_when_its_requests_are_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it did after that would make the first requests late. `_client` runs in this process."""
+    done: list[str] = []
+
+    class Pipe:
+        def send(self, message: tuple[str, Any]) -> None:
+            done.append(message[0])
+
+        def recv(self) -> float:
+            return time.monotonic()
+
+        def __enter__(self) -> None: ...
+        def __exit__(self, *exception: object) -> None: ...
+
+    def render(target: Target, request: Request) -> bytes:
+        done.append("rendered")
+        return rendered(target, request)
+
+    rendered = Target.render
+    monkeypatch.setattr(Target, "render", render)
+    monkeypatch.setattr("signal.signal", lambda *given: None)
+    schedule = Schedule(np.zeros(3), np.arange(3, dtype=np.int32), [GOOD, BAD, NOWHERE], 0.0)
+    with LiveServer() as server:
+        settings = {"max_connections": 3, "timeout_s": 30.0}
+        processes._client(cast(Any, Pipe()), schedule, Target("127.0.0.1", server.port), settings)
+    assert [what for what in done if what != "progress"] == ["rendered"] * 3 + ["ready", "results"]
 
 
 def test_no_process_is_started_for_which_there_is_no_request() -> None:
