@@ -7,10 +7,11 @@ import asyncio
 import re
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
-from urllib.parse import quote, unquote_to_bytes
+from urllib.parse import parse_qsl, quote, unquote_to_bytes
 
 import msgspec
 from starlette.applications import Starlette
+from starlette.datastructures import QueryParams
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
@@ -44,6 +45,8 @@ ADMIN_PATHS = ("/v1/catalogs", "/v1/models/")
 it."""
 ADMIN_METHODS = ("POST", "DELETE")
 USERS_PATH = "/v1/users/"
+PARAMETERS = ("model", "tenant", "item_id", "query", "limit")
+"""All that a query may name."""
 EXPLAIN_RECOMMEND, EXPLAIN_RANK = "/v1/explain/recommend", "/v1/explain/rank"
 
 T = TypeVar("T")
@@ -171,7 +174,7 @@ class Cold:
         return _json(info, 202, {"Location": self._base_path + told_at})
 
     def _catalogs_of(self, request: HttpRequest) -> Catalogs:
-        return self._catalogs[self._models.choose(request.query_params.get("model")).name]
+        return self._catalogs[self._models.choose(_parameters(request).get("model")).name]
 
     async def _list_or_upload(self, request: HttpRequest) -> Response:
         # One route, since a refusal of another method names those of the first route of a path alone.
@@ -228,7 +231,7 @@ class Cold:
     async def _forget(self, request: HttpRequest) -> Response:
         whose = self._tenant_of(request)
         erased = self._models.forget(_named_user(request), whose)
-        named = request.query_params.get("tenant")
+        named = _parameters(request).get("tenant")
         # A key that is gone may have left some; they are erased by its name like others.
         if named and whose and not erased and named not in self._keys.clients:
             raise RequestError(
@@ -241,7 +244,7 @@ class Cold:
     def _tenant_of(self, request: HttpRequest) -> str:
         """Whose entries are meant: the caller's own, or those of the tenant that an admin names."""
         caller: Caller = request.scope["jgr.caller"]
-        named = request.query_params.get("tenant")
+        named = _parameters(request).get("tenant")
         if named is None:
             if caller.role == "admin" and not self._keys.open:
                 raise invalid(
@@ -255,7 +258,7 @@ class Cold:
         return "" if self._keys.open else tenant(named)
 
     async def _item(self, request: HttpRequest) -> Response:
-        catalog = self._models.choose(request.query_params.get("model")).engine.catalog
+        catalog = self._models.choose(_parameters(request).get("model")).engine.catalog
         item_id = request.path_params["item_id"]
         row = catalog.row(item_id) if _is_text(request) else None
         if row is None:
@@ -263,8 +266,9 @@ class Cold:
         return _json(catalog_item(catalog, row))
 
     async def _find_items(self, request: HttpRequest) -> Response:
-        ids, (query, limit) = asked_ids(request.query_params), asked(request.query_params)
-        catalog = self._models.choose(request.query_params.get("model")).engine.catalog
+        parameters = _parameters(request)
+        ids, (query, limit) = asked_ids(parameters), asked(parameters)
+        catalog = self._models.choose(parameters.get("model")).engine.catalog
         if ids:
             return _json(items_of(catalog, ids))
         departure = request.scope["jgr.departure"]
@@ -344,6 +348,16 @@ def _named_user(request: HttpRequest) -> str:
     if not (user := _user_of(request)):
         raise invalid("user_id", "user_id: is empty, which means nobody; the path is /v1/users/{user_id}/...")
     return user
+
+
+def _parameters(request: HttpRequest) -> QueryParams:
+    """The query's parameters. Raises RequestError, which names one of PARAMETERS that is not UTF-8."""
+    query = request.scope["query_string"].decode("latin-1")
+    found = QueryParams(parse_qsl(query, keep_blank_values=True, errors="surrogateescape"))
+    for name in PARAMETERS:
+        if any("\udc80" <= char <= "\udcff" for value in found.getlist(name) for char in value):
+            raise invalid(name, f"{name}: must be UTF-8, percent-encoded")
+    return found
 
 
 def _is_text(request: HttpRequest) -> bool:

@@ -89,6 +89,34 @@ def test_bad_parameters_are_named(server: LiveServer, query: str, field: str) ->
     assert (reply.status, reply.error["type"], reply.error["field"]) == (422, "invalid_request", field)
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "field"),
+    [
+        ("GET", "/v1/items?item_id=%FF", "item_id"),
+        ("GET", "/v1/items?item_id=a&item_id=%C3%A9%FF", "item_id"),
+        ("GET", "/v1/items?query=%ED%A0%80", "query"),
+        ("GET", "/v1/items?limit=%FF", "limit"),
+        ("GET", "/v1/items?%6Dodel=%FF", "model"),
+        ("GET", "/v1/items/a?model=%FF", "model"),
+        ("GET", "/v1/catalogs?model=%FF", "model"),
+        ("POST", "/v1/catalogs?model=%FF", "model"),
+        ("POST", "/v1/catalogs/rollback?model=%FF", "model"),
+        ("DELETE", "/v1/users/u/cache?tenant=%FF", "tenant"),
+    ],
+)
+def test_a_parameter_that_is_no_utf_8_is_refused_by_its_name(method: str, path: str, field: str) -> None:
+    with LiveServer("server.admin_key=4dm1n") as server:
+        reply = server.call(path, method=method, authorization="Bearer 4dm1n")
+        assert (reply.status, reply.error["field"]) == (422, field)
+        assert reply.error["message"] == f"{field}: must be UTF-8, percent-encoded"
+
+
+def test_what_stands_for_bytes_that_are_no_utf_8_may_be_asked_for(server: LiveServer) -> None:
+    """And what no parameter names is not looked at."""
+    assert found(server, "?query=%EF%BF%BD") == []
+    assert found(server, "?item_id=a&other=%FF&%FF=1") == ["a"]
+
+
 def test_bytes_that_are_no_utf_8_are_no_item(monkeypatch: pytest.MonkeyPatch) -> None:
     renamed = dataclasses.replace(CATALOG, item_ids=("\ufffd", *ITEMS[1:]))
     monkeypatch.setattr(fakes, "CATALOG", renamed)
