@@ -58,16 +58,48 @@ def _explain(message: str, type: Any) -> RequestError:
             path or name[:MAX_QUOTED_CHARS],
             f"{there}unknown field {quoted(name)}{_instead(type, path, name)}",
         )
-    if match := re.fullmatch(r"Object missing required field `(\w+)`", message):
-        return invalid(match[1], f"{match[1]} is required")
+    if match := re.fullmatch(r"Object missing required field `(\w+)`(?: - at `\$\.([\w.[\]]+)`)?", message):
+        field = f"{match[2].replace('[...]', '')}.{match[1]}" if match[2] else match[1]
+        return invalid(field, f"{field} is required")
     if match := re.fullmatch(r"(.*) - at `\$\.(.*)`", message):
-        problem = match[1][0].lower() + match[1][1:]
         field = match[2].replace("[...]", "")  # msgspec does not say which entry of an object is wrong
-        wrong = re.fullmatch(r"Invalid enum value (.*)|Expected .*, got (`\w+`)", match[1])
+        wrong = re.fullmatch(r"Invalid enum value (.*)|Expected .*, got `(\w+)`", match[1])
         if wrong and (choices := _choices(type, match[2])):
-            return invalid(field, f"{field}: must be {choices}, not {wrong[2] or _cut(wrong[1])}")
-        return invalid(field, f"{field}: {problem}")
-    return RequestError("invalid_request", f"the body: {message[0].lower()}{message[1:]}")
+            found = _cut(wrong[1]) if wrong[1] else _GOT.get(wrong[2], wrong[2])
+            return invalid(field, f"{field}: must be {choices}, not {found}")
+        return invalid(field, f"{field}: {in_words(match[1])}")
+    return RequestError("invalid_request", f"the body: {in_words(message)}")
+
+
+def in_words(problem: str) -> str:
+    """What msgspec says is wrong with a value, in the words of this API: what it must be, and what it is not."""
+    match = _EXPECTED.fullmatch(problem)
+    if not match:
+        return problem[0].lower() + problem[1:]
+    kinds, got, more = match.groups()
+    *first, last = (_KINDS.get(kind, kind) for kind in kinds.split(" | "))
+    wanted = f"{', '.join(first)} or {last}" if first else last
+    if got:
+        return f"must be {wanted}, not {_GOT.get(got, got)}"
+    if limit := _LIMIT.fullmatch(more):
+        length, sign, number = limit.groups()
+        return f"must be {wanted}{length or ','} {_SIGNS[sign].format(number)}"
+    return f"must be {wanted}{more.replace(' matching regex', ' that matches', 1)}"
+
+
+_EXPECTED = re.compile(r"Expected `(\w+(?: \| \w+)*)`(?:, got `(\w+)`)?(.*)", re.DOTALL)
+_LIMIT = re.compile(r"( of length)? ([<>]=?) (\S+)")
+_SIGNS = {">=": "{} or more", "<=": "{} or less", ">": "more than {}", "<": "less than {}"}
+_KINDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "str": "text",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "an object",
+    "null": "null",
+}
+_GOT = _KINDS | {"float": "a decimal number"}
 
 
 def _instead(type: Any, path: str, name: str) -> str:

@@ -22,7 +22,7 @@ from msgspec import UNSET, Meta, Raw, Struct, UnsetType, field
 from jgr import __version__
 from jgr.serving.api import MAX_DEADLINE_MS, Answer, RankRequest, RecommendRequest, Request
 from jgr.serving.errors import RequestError, invalid, quoted
-from jgr.serving.http.decoding import UNREADABLE, refusal
+from jgr.serving.http.decoding import UNREADABLE, in_words, refusal
 from jgr.serving.http.kserve_inputs import INPUTS, Datatype, Input, Room
 from jgr.serving.http.tensors import MAX_DIMENSIONS, Tensor, from_bytes, from_json, is_integral, to_bytes
 from jgr.serving.policies.jobs import Kind
@@ -360,8 +360,7 @@ def _value(known: Input, tensor: Tensor) -> Any:
         try:
             return _numbers.decode(value)
         except msgspec.ValidationError as error:
-            problem = str(error).partition(" - at ")[0]
-            raise invalid(name, f"{name}: {problem[0].lower()}{problem[1:]}") from None
+            raise invalid(name, f"{name}: {in_words(str(error).partition(' - at ')[0])}") from None
         except UNREADABLE as error:
             raise invalid(name, f"{name}: is not JSON: {error}") from None
     if known.takes == "number" and not math.isfinite(value):

@@ -315,7 +315,7 @@ def _decoded(decoder: msgspec.json.Decoder[R], body: bytes, type: Any) -> R:
     except UNREADABLE as error:
         refused = refusal(error, body, type)
     field = refused.field or ""
-    text = field in ("query", "queries", "text_1") and "got `str`" in refused.message
+    text = field in ("query", "queries", "text_1") and ", not text" in refused.message
     if text or re.match(r"(documents|items|text_2)\[", field):
         raise _no_id(field, refused.message)
     raise refused

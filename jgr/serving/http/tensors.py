@@ -17,6 +17,7 @@ import numpy as np
 from msgspec import Raw
 
 from jgr.serving.errors import invalid, quoted
+from jgr.serving.http.decoding import in_words
 
 NUMBERS = {
     "BOOL": "?", "INT8": "<i1", "INT16": "<i2", "INT32": "<i4", "INT64": "<i8", "UINT8": "<u1", "UINT16": "<u2",
@@ -71,9 +72,8 @@ def from_json(name: str, datatype: str, shape: Sequence[int], data: Raw) -> Tens
         values = _row.decode(data)
     except msgspec.ValidationError as error:
         problem, _, at = str(error).partition(" - at `$")
-        problem = problem[0].lower() + problem[1:]
-        if found := re.search("got `(array|object)`", problem if at else ""):
-            problem = f"an element of {datatype} cannot be {_NAMED[found[1]]}"
+        found = re.search("got `(array|object)`", problem if at else "")
+        problem = f"an element of {datatype} cannot be {_NAMED[found[1]]}" if found else in_words(problem)
         raise invalid(name, f"{name}{at.rstrip('`')}: {problem}") from None
     except UnicodeDecodeError as error:  # what a Raw holds was looked at for its brackets alone
         raise invalid(name, f"{name}: an element is not UTF-8: {error.reason}") from None

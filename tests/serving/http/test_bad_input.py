@@ -35,11 +35,11 @@ def refused(reply: Reply, status: int, field: str | None, *words: str) -> None:
 
 # (body over a valid one, field named, words in the message)
 FIELD_ERRORS: dict[str, tuple[str, dict[str, Any], str, tuple[str, ...]]] = {
-    "empty history": ("recommend", {"history": []}, "history", ("length >= 1",)),
-    "empty history, rank": ("rank", {"history": []}, "history", ("length >= 1",)),
+    "empty history": ("recommend", {"history": []}, "history", ("must be a list of length 1 or more",)),
+    "empty history, rank": ("rank", {"history": []}, "history", ("must be a list of length 1 or more",)),
     "history all unknown": ("recommend", {"history": ["x", "y"]}, "history", ("no item",)),
     "over-long history": ("recommend", {"history": ["a"] * 4097}, "history", ("4097 items", "4096")),
-    "no candidates": ("rank", {"candidates": []}, "candidates", ("length >= 1",)),
+    "no candidates": ("rank", {"candidates": []}, "candidates", ("must be a list of length 1 or more",)),
     "duplicate candidate": (
         "rank",
         {"candidates": ["b", "a", "b"]},
@@ -72,49 +72,94 @@ FIELD_ERRORS: dict[str, tuple[str, dict[str, Any], str, tuple[str, ...]]] = {
         "candidates",
         ("a list, not 'xxx", "x...'"),
     ),
-    "candidates null": ("rank", {"candidates": None}, "candidates", ("must be 'all' or a list, not `null`",)),
+    "candidates null": ("rank", {"candidates": None}, "candidates", ("must be 'all' or a list, not null",)),
     "priority by another word": (
         "recommend",
         {"priority": "high"},
         "priority",
         ("priority: must be 'batch' or 'interactive', not 'high'",),
     ),
-    "priority a number": ("rank", {"priority": 1}, "priority", ("'batch' or 'interactive', not `int`",)),
+    "priority a number": (
+        "rank",
+        {"priority": 1},
+        "priority",
+        ("'batch' or 'interactive', not a whole number",),
+    ),
     "layout by another word": (
         "rank",
         {"layout": "x"},
         "layout",
         ("must be 'causal', 'item_prefix', 'user_prefix' or null, not 'x'",),
     ),
-    "top_k zero": ("recommend", {"top_k": 0}, "top_k", (">= 1",)),
-    "top_k negative": ("rank", {"top_k": -1}, "top_k", (">= 1",)),
+    "top_k zero": ("recommend", {"top_k": 0}, "top_k", ("must be a whole number, 1 or more",)),
+    "top_k negative": ("rank", {"top_k": -1}, "top_k", ("must be a whole number, 1 or more",)),
     "top_k beyond the beam": ("recommend", {"top_k": 6}, "top_k", ("beam_width, here 5",)),
     "top_k beyond a given beam": ("recommend", {"top_k": 3, "beam_width": 2}, "top_k", ("here 2",)),
     "top_k beyond the candidates": ("rank", {"top_k": 2}, "top_k", ("only 1 candidates",)),
     "top_k huge": ("recommend", {"top_k": 10**30}, "top_k", ("at most beam_width",)),
-    "beam_width zero": ("recommend", {"beam_width": 0}, "beam_width", (">= 1",)),
+    "beam_width zero": ("recommend", {"beam_width": 0}, "beam_width", ("must be a whole number, 1 or more",)),
     "beam_width too large": ("recommend", {"beam_width": 6}, "beam_width", ("is 6", "largest served is 5")),
-    "deadline zero": ("recommend", {"deadline_ms": 0}, "deadline_ms", ("> 0",)),
-    "deadline negative": ("rank", {"deadline_ms": -1.5}, "deadline_ms", ("> 0",)),
-    "deadline too late": ("rank", {"deadline_ms": 10**9}, "deadline_ms", ("<= 600000",)),
+    "deadline zero": ("recommend", {"deadline_ms": 0}, "deadline_ms", ("must be a number, more than 0.0",)),
+    "deadline negative": ("rank", {"deadline_ms": -1.5}, "deadline_ms", ("must be a number, more than 0.0",)),
+    "deadline too late": (
+        "rank",
+        {"deadline_ms": 10**9},
+        "deadline_ms",
+        ("must be a number, 600000.0 or less",),
+    ),
     "deadline NaN": ("recommend", {"deadline_ms": float("nan")}, "deadline_ms", ("finite", "NaN")),
     "deadline Infinity": ("rank", {"deadline_ms": float("inf")}, "deadline_ms", ("finite",)),
     "deadline -Infinity": ("rank", {"deadline_ms": float("-inf")}, "deadline_ms", ("finite",)),
     "NaN in a filter": ("recommend", {"filters": {"deny": [float("nan")]}}, "filters.deny[0]", ("finite",)),
     "NaN in history": ("recommend", {"history": ["a", float("nan")]}, "history[1]", ("finite",)),
-    "history a string": ("recommend", {"history": "a"}, "history", ("`array`", "`str`")),
-    "history null": ("recommend", {"history": None}, "history", ("`array`", "`null`")),
-    "history of floats": ("recommend", {"history": ["a", 7.0]}, "history[1]", ("`float`",)),
-    "history of booleans": ("recommend", {"history": [True]}, "history[0]", ("`bool`",)),
-    "history of nulls": ("recommend", {"history": ["a", "a", None]}, "history[2]", ("`null`",)),
-    "history of lists": ("recommend", {"history": [["a"]]}, "history[0]", ("`array`",)),
-    "candidates of objects": ("rank", {"candidates": [{}]}, "candidates[0]", ("`object`",)),
-    "top_k a string": ("recommend", {"top_k": "3"}, "top_k", ("`int`", "`str`")),
-    "top_k a float": ("recommend", {"top_k": 3.5}, "top_k", ("`int`", "`float`")),
-    "top_k a boolean": ("recommend", {"top_k": True}, "top_k", ("`bool`",)),
-    "exclude_history a number": ("recommend", {"exclude_history": 1}, "exclude_history", ("`bool`",)),
-    "user_id a list": ("recommend", {"user_id": []}, "user_id", ("`array`",)),
-    "user_id too long": ("recommend", {"user_id": "u" * 257}, "user_id", ("<= 256",)),
+    "history a string": ("recommend", {"history": "a"}, "history", ("must be a list, not text",)),
+    "history null": ("recommend", {"history": None}, "history", ("must be a list, not null",)),
+    "history of floats": (
+        "recommend",
+        {"history": ["a", 7.0]},
+        "history[1]",
+        ("must be a whole number or text, not a decimal number",),
+    ),
+    "history of booleans": ("recommend", {"history": [True]}, "history[0]", ("not true or false",)),
+    "history of nulls": ("recommend", {"history": ["a", "a", None]}, "history[2]", ("not null",)),
+    "history of lists": ("recommend", {"history": [["a"]]}, "history[0]", ("not a list",)),
+    "candidates of objects": (
+        "rank",
+        {"candidates": [{}]},
+        "candidates[0]",
+        ("must be a whole number or text, not an object",),
+    ),
+    "top_k a string": ("recommend", {"top_k": "3"}, "top_k", ("top_k: must be a whole number, not text",)),
+    "top_k a float": (
+        "recommend",
+        {"top_k": 3.5},
+        "top_k",
+        ("must be a whole number, not a decimal number",),
+    ),
+    "top_k a boolean": (
+        "recommend",
+        {"top_k": True},
+        "top_k",
+        ("must be a whole number, not true or false",),
+    ),
+    "exclude_history a number": (
+        "recommend",
+        {"exclude_history": 1},
+        "exclude_history",
+        ("must be true or false, not a whole number",),
+    ),
+    "user_id a list": (
+        "recommend",
+        {"user_id": []},
+        "user_id",
+        ("must be a whole number, text or null, not a list",),
+    ),
+    "user_id too long": (
+        "recommend",
+        {"user_id": "u" * 257},
+        "user_id",
+        ("must be text of length 256 or less",),
+    ),
     "user_id too large": ("recommend", {"user_id": 10**300}, "user_id", ()),
     "user_id with a line feed": ("rank", {"user_id": "u\n"}, "user_id", ()),
     "unknown field": ("recommend", {"topk": 3}, "topk", ("unknown field 'topk'", "nearest is 'top_k'")),
@@ -130,9 +175,19 @@ FIELD_ERRORS: dict[str, tuple[str, dict[str, Any], str, tuple[str, ...]]] = {
     "context of no such model": ("rank", {"context": {"slot0": 1}}, "context", ("no use",)),
     "scenario of no such model": ("rank", {"scenario": 1}, "scenario", ("no use",)),
     "task of no such model": ("rank", {"task_weights": {"like": 1}}, "task_weights", ("no use",)),
-    "negative slot": ("rank", {"context": {"slot0": -1}}, "context", (">= 0",)),
-    "negative time": ("rank", {"history_times": [-1]}, "history_times[0]", (">= 0",)),
-    "text for a weight": ("rank", {"task_weights": {"like": "x"}}, "task_weights", ("`float`",)),
+    "negative slot": ("rank", {"context": {"slot0": -1}}, "context", ("must be a whole number, 0 or more",)),
+    "negative time": (
+        "rank",
+        {"history_times": [-1]},
+        "history_times[0]",
+        ("must be a whole number, 0 or more",),
+    ),
+    "text for a weight": (
+        "rank",
+        {"task_weights": {"like": "x"}},
+        "task_weights",
+        ("must be a number, not text",),
+    ),
 }
 
 
@@ -226,11 +281,16 @@ def test_broken_json(healthy: LiveServer, body: bytes) -> None:
 
 @pytest.mark.parametrize("body", [b"[]", b'"text"', b"null", b"3", b"[" * 100_000])
 def test_json_that_is_no_object(healthy: LiveServer, body: bytes) -> None:
-    refused(healthy.call("/v1/rank", body), 422, None, "`object`")
+    refused(healthy.call("/v1/rank", body), 422, None, "the body: must be an object, not ")
 
 
 def test_deeply_nested_values(healthy: LiveServer) -> None:
-    refused(healthy.call("/v1/rank", b'{"history":' + b"[" * 100_000), 422, "history[0]", "`array`")
+    refused(
+        healthy.call("/v1/rank", b'{"history":' + b"[" * 100_000),
+        422,
+        "history[0]",
+        "must be a whole number or text, not a list",
+    )
     reply = healthy.call("/v1/rank", b'{"nonsense":' + b"[" * 100_000)
     assert reply.status in (400, 422)
 
@@ -324,3 +384,29 @@ def test_texts_of_the_client_are_bounded_in_messages(healthy: LiveServer) -> Non
     assert len(reply.body) < 600, "with the names of all fields"
     reply = healthy.call("/v1/items/" + "z" * 10_000)
     assert len(reply.body) < 500
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ("Expected `int`, got `str`", "must be a whole number, not text"),
+        (
+            "Expected `int | str | null`, got `float`",
+            "must be a whole number, text or null, not a decimal number",
+        ),
+        ("Expected `float` < 1.0", "must be a number, less than 1.0"),
+        ("Expected `array` of length 2", "must be a list of length 2"),
+        ("Expected `str` matching regex '^a > 3$'", "must be text that matches '^a > 3$'"),
+        ("Expected `datetime`, got `int`", "must be datetime, not a whole number"),
+        ("Integer value out of range", "integer value out of range"),
+    ],
+)
+def test_words_of_the_parser_are_said_in_those_of_the_api(said: str, told: str) -> None:
+    assert decoding.in_words(said) == told
+
+
+def test_a_field_that_is_missing_inside_another_is_named_whole(healthy: LiveServer) -> None:
+    body = {"inputs": [{"name": "history", "shape": [1]}]}
+    reply = healthy.call("/v2/models/rank/infer", body)
+    assert reply.status == 422 and reply.json["field"] == "inputs[0].datatype"
+    assert reply.json["error"] == "inputs[0].datatype is required"

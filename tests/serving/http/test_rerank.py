@@ -129,10 +129,10 @@ def test_a_text_is_refused_where_ids_belong(server: LiveServer, path: str, body:
 @pytest.mark.parametrize(
     ("path", "body", "field", "words"),
     [
-        ("/v1/rerank", {**RERANK, "query": []}, "query", "length >= 1"),
-        ("/v1/rerank", {**RERANK, "documents": []}, "documents", "length >= 1"),
+        ("/v1/rerank", {**RERANK, "query": []}, "query", "length 1 or more"),
+        ("/v1/rerank", {**RERANK, "documents": []}, "documents", "length 1 or more"),
         ("/v1/rerank", {"query": HISTORY}, "documents", "documents is required"),
-        ("/v1/rerank", {**RERANK, "top_n": -1}, "top_n", ">= 0"),
+        ("/v1/rerank", {**RERANK, "top_n": -1}, "top_n", "must be a whole number, 0 or more"),
         ("/v1/rerank", {**RERANK, "topn": 1}, "topn", "the nearest is 'top_n'"),
         ("/v1/rerank", {**RERANK, "documents": ["a", "b", "b2", "c", "d"]}, "documents", "documents has 5 items"),
         ("/v1/rerank", {**RERANK, "documents": ["a"] * 5}, "documents", "documents has 5 items; the limit is 4"),
@@ -140,7 +140,7 @@ def test_a_text_is_refused_where_ids_belong(server: LiveServer, path: str, body:
         ("/v1/score", {"text_1": HISTORY, "text_2": [7] * 5}, "text_2", "text_2 has 5 items"),
         ("/v1/rerank", {**RERANK, "query": ["x", "y"]}, "query", "query: no item of the history"),
         ("/v1/rerank", {**RERANK, "query": {"history": ["x"]}}, "query.history", "query.history: no item"),
-        ("/v1/rerank", {**RERANK, "query": {"history": HISTORY, "user_id": "\n"}}, "query.user_id", "matching"),
+        ("/v1/rerank", {**RERANK, "query": {"history": HISTORY, "user_id": "\n"}}, "query.user_id", "that matches"),
         ("/v1/rerank", {**RERANK, "query": {"history": HISTORY, "time": 5}}, "query.time", "no use for it"),
         ("/v1/rerank", {**RERANK, "query": {"history": HISTORY, "context": {"a": 1}}}, "query.context", "no use for"),
         ("/v1/score", {"queries": HISTORY}, "queries", "there is queries"),
@@ -148,7 +148,7 @@ def test_a_text_is_refused_where_ids_belong(server: LiveServer, path: str, body:
         ("/v1/score", {}, "queries", "there is none of them"),
         ("/v1/score", {"queries": HISTORY, "text_2": DOCUMENTS}, "text_2", "queries, text_2"),
         ("/v1/score", {**SCORE, "documents": DOCUMENTS}, "documents", "queries, items, documents"),
-        ("/v1/score", {**SCORE, "deadline_ms": 0}, "deadline_ms", "> 0"),
+        ("/v1/score", {**SCORE, "deadline_ms": 0}, "deadline_ms", "must be a number, more than 0.0"),
     ],
 )  # fmt: skip
 def test_errors_name_the_bodys_own_fields(
