@@ -39,7 +39,8 @@ SMALL = {
 """What makes a model of a moment's training, served by few programs."""
 SHORTER = {
     "jgr serve": "--port=0",
-    "jgr evaluate": "--limit=8 --requests=4 --resamples=10",
+    "jgr evaluate": "--limit=8 --resamples=10",
+    "jgr evaluate(?=.* --sweep=)": "--requests=4",
     "jgr bench serve": "--duration=0.5",
     "jgr profile": "--requests=4",
     "python examples/own_data.py": "--users=60 --steps=2",
@@ -116,7 +117,7 @@ class Terminal:
     def _shortened(self, text: str) -> str:
         """The commands with a flag behind each that has one in SHORTER."""
         for command, flag in SHORTER.items():
-            text = re.sub(rf"^{command}\b", f"{command} {flag}", text, flags=re.MULTILINE)
+            text = re.sub(rf"^{command}\b", rf"\g<0> {flag}", text, flags=re.MULTILINE)
         if self._address != ADDRESS:
             text = text.replace("jgr bench serve", f"jgr bench serve --url=http://{self._address}")
         return text
