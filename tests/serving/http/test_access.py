@@ -89,3 +89,26 @@ def test_probes_get_a_line_only_where_they_are_refused_or_fail(caplog: pytest.Lo
         ("/health/live", 405),
         ("/v1/models", 200),
     ]
+
+
+def test_who_may_not_ask_is_counted_under_what_was_asked() -> None:
+    """Once each, but a path that is none under "other"."""
+    calls = [
+        ("GET", "/v1/models", "/v1/models"),
+        ("GET", "/v1/models/a/b", "/v1/models/{name}"),
+        ("POST", "/v1/models/jgr/reload", "/v1/models/{name}/reload"),
+        ("GET", "/v1/items/a", "/v1/items/{item_id}"),
+        ("DELETE", "/v1/users/u/cache", "/v1/users/{user_id}/cache"),
+        ("PUT", "/v1/models/jgr/rollback", "/v1/models/{name}/rollback"),
+        ("POST", "/v1/recommend", "/v1/recommend"),
+        ("GET", "/nothing", "other"),
+    ]
+    settings = ("server.api_key=s3cret", "server.admin_key=4dm1n", "server.open_metrics=true")
+    with LiveServer(*settings) as server:
+        for method, path, endpoint in calls:
+            assert server.call(path, method=method).status == 401, path
+            assert server.metric(f'jgr_requests_total{{endpoint="{endpoint}",status="401"}}') == 1
+        known = {"authorization": "Bearer s3cret"}
+        assert server.call("/v1/models/jgr/reload", method="POST", **known).status == 403
+        forbidden = 'jgr_requests_total{endpoint="/v1/models/{name}/reload",status="403"}'
+        assert server.metric(forbidden) == 1
