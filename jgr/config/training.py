@@ -121,6 +121,9 @@ class TrainConfig:
     kv_heads: int = 2  # key-value heads; divides heads
     head_dim: int = 16  # width of one head
     mlp: int = 256  # inner width of the feed-forward block
+    # Whether a decoder's output rows are its embeddings. A decoder of train.cosines has rows of its own once it is
+    # served, and so must what begins from it (train.start).
+    tied: bool = True
 
     def __post_init__(self) -> None:
         check(
@@ -155,13 +158,15 @@ class TrainConfig:
             require(not getattr(self, name) or generates, f"train.{name}: train.model={self.model} has none")
         require(not self.item_loss or self.cosines, "train.item_loss: only with train.cosines")
         require(self.later_codes == 1 or self.cosines, "train.later_codes: only with train.cosines")
+        decodes = self.model in ("generator", "ranker")
+        require(self.tied or decodes, f"train.tied: train.model={self.model} is no decoder")
+        require(self.tied or not self.cosines, "train.tied: must be true with train.cosines")
         require(not self.times or self.model == "hstu", "train.times: only hstu's bias depends on times")
         require(
             not (self.start and (self.item_vectors or self.cosines)),
             "train.start: not with train.item_vectors or train.cosines, whose weights are others than those served",
         )
-        starts = self.model in ("generator", "ranker")
-        require(not self.start or starts, f"train.start: a decoder cannot begin train.model={self.model}")
+        require(not self.start or decodes, f"train.start: a decoder cannot begin train.model={self.model}")
         fits = self.heads % self.kv_heads == 0
         require(fits, f"train.heads ({self.heads}) must be a multiple of train.kv_heads ({self.kv_heads})")
         require(self.head_dim % 2 == 0, f"train.head_dim must be even (rotary pairs), not {self.head_dim}")

@@ -37,7 +37,8 @@ LISTS = ("list_letter", "list_generation")
 class SegmentPrompts:
     """The prompts of a catalog's candidates.
 
-    instruction, probe: [t] int32; the instruction has LAST for {last}, the probe is empty where none is asked.
+    instruction, probe: [t] int32; the instruction has LAST for {last}, the probe is empty where none is asked. labels:
+    what stands before the candidates in plain order, by their places; empty: nothing does.
     max_position: number of positions that the model was made for. writes_lists: whether the model writes the letters of
     all candidates after the prompt. Raises PromptError, which names the field that does
     not fit the tokenizer or the catalog.
@@ -66,11 +67,19 @@ class SegmentPrompts:
         self.instruction = self._encode_instruction(rank.instruction, tokenizer, catalog)
         probe = rank.probe if rank.method == "item_probe" else ""
         self.probe = encode_fixed("rank.probe", probe, tokenizer)
+        self.labels = _labels(rank, tokenizer)
         if rank.method == "item_probe" and not len(self.probe):
             raise PromptError("rank.probe: must not be empty")
         self._columns = self._answer_columns(rank, tokenizer, catalog)
         self.largest_token = max(
-            int(part.max(initial=0)) for part in (flat, self.instruction, self.probe, *self._columns)
+            int(part.max(initial=0))
+            for part in (
+                flat,
+                self.instruction,
+                self.probe,
+                *self._columns,
+                *(label.tokens for label in self.labels),
+            )
         )
 
     def item(self, row: int) -> Int32:
@@ -92,15 +101,19 @@ class SegmentPrompts:
             content = self._contents[row] = Content.of(self.item(row))
         return content
 
-    def prompt(self, user: Content, rows: Int32, last: int, key: str | None = None) -> Prompt:
-        """The prompt of a history and candidates. rows: [c] int32; last: the history's last row; key: of the user."""
+    def prompt(
+        self, user: Content, rows: Int32, last: int, key: str | None = None, *, labelled: bool = False
+    ) -> Prompt:
+        """The prompt of a history and candidates. rows: [c] int32; last: the history's last row; key: of the user;
+        labelled: whether the labels stand in it."""
         instruction = self.instruction
         if self._ids is not None:
             instruction = instruction.copy()
             instruction[instruction == LAST] = self._ids[last]
         items = ((row, self.content(row)) for row in rows.tolist())
         probe = self.probe if len(self.probe) else None
-        return make_prompt(user, instruction, items, probe, key=key, room=self._span)
+        labels = self.labels if labelled else ()
+        return make_prompt(user, instruction, items, probe, key=key, room=self._span, labels=labels)
 
     def columns(self, rows: Int32) -> tuple[Int32, Int32 | None]:
         """The tokens whose logits score candidates, [c] int32, and those that count against them."""
@@ -144,6 +157,20 @@ class SegmentPrompts:
         return tuple(
             np.array([_one_token(name, text, tokenizer)], np.int32) for name, text in answers.items()
         )
+
+
+def _labels(rank: RankConfig, tokenizer: Tokenizer | None) -> tuple[Content, ...]:
+    if not rank.label:
+        return ()
+    parts = list(parse_template("rank.label", rank.label, known=["n"]))
+    if not any(field for _, field in parts):
+        raise PromptError("rank.label: must have {n}, the candidate's number")
+
+    def label(place: int) -> Content:
+        text = "".join(before + (str(place) if field else "") for before, field in parts)
+        return Content.of(encode_template("rank.label", text, tokenizer))
+
+    return tuple(map(label, range(rank.candidates)))
 
 
 def letter(rank: RankConfig, place: int) -> str:

@@ -33,6 +33,7 @@ class Kind(IntEnum):
     ITEM = 3  # a candidate
     PROBE = 4  # asks about one item (BAT-1b): in the item's segment, with a later order
     CONTEXT = 5  # contextual slots (MODEL-14)
+    LABEL = 6  # stands before a candidate and says which one it is
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,9 @@ class Layout:
     """Where the segments of a prompt stand, and what they see; `jgr.prompt.segments.arrange` follows it.
 
     sees: every kind that may occur, in the order in which the kinds stand in the prompt, each with the kinds that its
-    tokens see beyond their own segment. ranked: the kinds that see only segments of a smaller number than their own.
-    overlaid: the kinds whose segments all begin at one position; other segments follow each other.
+    tokens see beyond their own segment. ranked: the kinds that see only segments of a smaller number than their own,
+    and stand in the order of their numbers. overlaid: the kinds whose segments all begin at one position; others follow
+    each other.
     """
 
     name: LayoutName
@@ -60,7 +62,7 @@ class Layout:
 
 
 _PREAMBLE = (Kind.PREAMBLE, ())
-_TEXT = (Kind.PREAMBLE, Kind.CONTEXT, Kind.USER, Kind.ITEM, Kind.INSTRUCTION)
+_TEXT = (Kind.PREAMBLE, Kind.CONTEXT, Kind.USER, Kind.LABEL, Kind.ITEM, Kind.INSTRUCTION)
 _ASKS = (Kind.PROBE, (Kind.PREAMBLE, Kind.USER, Kind.INSTRUCTION))
 """A probe asks about one item: it sees that item, which stands in its segment, and no other one."""
 

@@ -7,6 +7,7 @@ BAT-3, RcLLM):
     user_prefix   user at 0                    items, all at len(user)        instruction at len(user) + room
     item_prefix   items, all at 0              user at room                   instruction after the user
     causal        user at 0                    items, one after the other     instruction after the last item
+                                               and each after its label
 
 Probes come last, all at one position after the instruction. `room` is the number of positions that overlaid items take,
 however short they are, so that neither a segment's tokens nor its position depend on the other items of a list, and its
@@ -18,8 +19,10 @@ Frozen plain data: equal prompts compare equal, and msgspec writes them as JSON 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Sequence
 from functools import cached_property
+from operator import attrgetter
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -106,19 +109,25 @@ def make_prompt(
     *,
     key: str | None = None,
     room: int = 0,
+    labels: Sequence[Content] = (),
 ) -> Prompt:
     """A history, candidates in the caller's order, the instruction, and where there is a probe one for each candidate.
 
     instruction, probe: [t] int32, the probe not empty. items: catalog row and content of each candidate. key: of the
-    user. room: positions that the candidates take where they are overlaid.
+    user. room: positions that the candidates take where they are overlaid. labels: what stands before the candidates,
+    none or as many as they are at least; layouts that overlay candidates have no place for them.
     """
-    listed = [Segment(Kind.ITEM, row, content, i, room) for i, (row, content) in enumerate(items, 1)]
-    last = Segment(Kind.INSTRUCTION, None, Content.of(instruction), len(listed) + 1)
+    apart = 2 if labels else 1  # a label has the number before its candidate's
+    listed = [Segment(Kind.ITEM, row, content, apart * i, room) for i, (row, content) in enumerate(items, 1)]
+    told = [
+        Segment(Kind.LABEL, None, label, item.number - 1) for label, item in zip(labels, listed, strict=False)
+    ]
+    last = Segment(Kind.INSTRUCTION, None, Content.of(instruction), apart * len(listed) + 1)
     probes: list[Segment] = []
     if probe is not None:
         asked = Content.of(probe)
         probes = [Segment(Kind.PROBE, None, asked, item.number) for item in listed]
-    return (Segment(Kind.USER, key, user, 0), *listed, last, *probes)
+    return (Segment(Kind.USER, key, user, 0), *told, *listed, last, *probes)
 
 
 def of_kind(prompt: Prompt, kind: Kind) -> Prompt:
@@ -142,6 +151,12 @@ def segment_places(prompt: Prompt, layout: Layout) -> list[tuple[Segment, int]]:
         if of_its_kind is None:
             raise ValueError(f"a segment of kind {segment.kind.name} has no place in layout {layout.name}")
         of_its_kind.append(segment)
+    if layout.ranked:  # where the first of these kinds stands, in the order of their numbers
+        of_ranks = itertools.chain(*(by_kind[kind] or () for kind in layout.ranked))
+        in_order = sorted(of_ranks, key=attrgetter("number"))
+        for kind in layout.ranked:
+            by_kind[kind] = []
+        by_kind[layout.ranked[0]] = in_order
     placed: list[tuple[Segment, int]] = []
     at = 0
     for kind, _ in layout.sees:

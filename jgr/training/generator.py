@@ -41,7 +41,7 @@ Int32 = npt.NDArray[np.int32]
 
 
 def decoder_config(train: TrainConfig, vocab_size: int, max_position: int) -> DecoderConfig:
-    """The small Qwen3-style decoder that a TrainConfig describes, with tied embeddings."""
+    """The small Qwen3-style decoder that a TrainConfig describes."""
     return DecoderConfig(
         family="qwen3",
         vocab_size=vocab_size,
@@ -53,7 +53,7 @@ def decoder_config(train: TrainConfig, vocab_size: int, max_position: int) -> De
         mlp=train.mlp,
         rope_theta=10_000.0,
         norm_eps=1e-6,
-        tied=True,
+        tied=train.tied,
         max_position=max_position,
     )
 

@@ -92,7 +92,8 @@ def prompt_text(config: Config, tokenizer: Tokenizer, catalog: Catalog) -> Lette
 
 def candidate_ends(text: PlainText, prompts: Prompts, candidates: jax.Array) -> jax.Array:
     """The place of each candidate's last token in its prompt, [B, C]; that of an earlier one where there is none."""
-    lengths = jnp.where(candidates >= 0, jnp.asarray(text.lengths)[jnp.maximum(candidates, 0)], 0)
+    of_labels, own = plain_ranker.candidate_lengths(text, candidates)
+    lengths = of_labels + own
     begin = prompts.lengths - len(text.instruction) - lengths.sum(1)
     return begin[:, None] + jnp.cumsum(lengths, axis=1) - 1
 

@@ -32,12 +32,14 @@ from jgr.training import ranker
 from jgr.training.softmax import softmax_nats
 from jgr.training.trainer import Loss, dropout
 
+NONE = np.zeros(0, np.int32)
+
 
 class PlainText(NamedTuple):
     """The tokens that prompts are made of; see jgr.training.ranker.Text.
 
-    events: [n, H], each row's tokens as an item of the history; event_lengths: [n], how many they are. most: the most
-    tokens of a prompt.
+    events: [n, H], each row's tokens as an item of the history; event_lengths: [n], how many they are. labels: [C, t],
+    the tokens before each candidate, and label_lengths: [C]. most: the most tokens of a prompt.
     """
 
     prefix: Any
@@ -47,6 +49,8 @@ class PlainText(NamedTuple):
     lengths: Any
     events: Any
     event_lengths: Any
+    labels: Any
+    label_lengths: Any
     most: int
 
 
@@ -82,8 +86,14 @@ def prompt_text(
     rows = np.arange(catalog.n_items, dtype=np.int32)
     items, lengths = ranker.listed([segments.item(row) for row in rows.tolist()])
     events, event_lengths = ranker.listed([builder.item_tokens(row) for row in rows.tolist()])
+    count = 1 + config.train.negatives
+    if rank.label and rank.candidates < count:
+        raise ConfigError(
+            f"rank.candidates ({rank.candidates}) must be at least 1 + train.negatives, {count}"
+        )
+    labels, label_lengths = ranker.listed([x.tokens for x in segments.labels[:count]] or [NONE] * count)
     most, fixed = min(rank.tokens), len(builder.prefix) + len(segments.instruction)
-    needed = fixed + events.shape[1] + (1 + config.train.negatives) * items.shape[1]
+    needed = fixed + events.shape[1] + count * (labels.shape[1] + items.shape[1])
     if needed > most:
         raise ConfigError(
             f"rank.tokens: a prompt of one item and 1 + train.negatives candidates can have {needed} tokens, more than "
@@ -92,7 +102,8 @@ def prompt_text(
     if not len(builder.prefix):
         raise ConfigError("train.model=ranker: prompt.template must have something before {history}")
     own = level_tokens(catalog, tokenizer, tokenizer.vocab_size)[0][catalog.codes[:, 0]]
-    return PlainText(builder.prefix, segments.instruction, own, items, lengths, events, event_lengths, most)
+    of_events, of_labels = (events, event_lengths), (labels, label_lengths)
+    return PlainText(builder.prefix, segments.instruction, own, items, lengths, *of_events, *of_labels, most)
 
 
 def lay_out(text: PlainText, history: jax.Array, candidates: jax.Array) -> Prompts:
@@ -100,31 +111,44 @@ def lay_out(text: PlainText, history: jax.Array, candidates: jax.Array) -> Promp
     none."""
     batch = len(history)
     prefix, instruction = jnp.asarray(text.prefix), jnp.asarray(text.instruction)
-    lengths = jnp.where(candidates >= 0, jnp.asarray(text.lengths)[jnp.maximum(candidates, 0)], 0)
+    of_labels, lengths = candidate_lengths(text, candidates)
     of_events = jnp.where(history >= 0, jnp.asarray(text.event_lengths)[jnp.maximum(history, 0)], 0)
-    room = text.most - len(prefix) - len(instruction) - lengths.sum(1)
+    room = text.most - len(prefix) - len(instruction) - (of_labels + lengths).sum(1)
     to_end = jnp.cumsum(of_events[:, ::-1], axis=1)[:, ::-1]
     kept = (history >= 0) & (to_end <= room[:, None])
     of_events = jnp.where(kept, of_events, 0)
     last = jnp.take_along_axis(history, (history >= 0).sum(1)[:, None] - 1, axis=1)
     asks = jnp.where(instruction == LAST, jnp.asarray(text.own)[last], instruction)
 
-    def grid(table: Any, rows: jax.Array, sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Tokens of rows one after the other, [B, rows * width], and which of them are there."""
-        tokens = jnp.asarray(table)[jnp.maximum(rows, 0)]
-        real = jnp.arange(tokens.shape[2]) < sizes[..., None]
-        return tokens.reshape(batch, -1), real.reshape(batch, -1)
+    def grid(*columns: tuple[Any, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        """Tokens of rows one after the other, [B, rows * width], and which of them are there. Each column: tokens by
+        row, the rows [B, rows], and how many tokens they have."""
+        tokens = [jnp.asarray(table)[jnp.maximum(rows, 0)] for table, rows, _ in columns]
+        real = [
+            jnp.arange(of.shape[2]) < sizes[..., None]
+            for of, (_, _, sizes) in zip(tokens, columns, strict=True)
+        ]
+        first, second = (jnp.concatenate(x, axis=2).reshape(batch, -1) for x in (tokens, real))
+        return first, second
 
+    places = jnp.broadcast_to(jnp.arange(candidates.shape[1]), candidates.shape)
     every = [
         (jnp.broadcast_to(prefix, (batch, len(prefix))), jnp.ones((batch, len(prefix)), bool)),
-        grid(text.events, history, of_events),
-        grid(text.items, candidates, lengths),
+        grid((text.events, history, of_events)),
+        grid((text.labels, places, of_labels), (text.items, candidates, lengths)),
         (asks, jnp.ones(asks.shape, bool)),
     ]
     tokens, real = (jnp.concatenate(parts, axis=1) for parts in zip(*every, strict=True))
     order = jnp.argsort(~real, axis=1, stable=True)[:, : text.most]
     ends = jnp.where(kept, len(prefix) + jnp.cumsum(of_events, axis=1) - 1, -1)
     return Prompts(jnp.take_along_axis(tokens, order, axis=1), real.sum(1, dtype=jnp.int32), ends)
+
+
+def candidate_lengths(text: PlainText, candidates: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The number of tokens of the label before each of the candidates [B, C], and of its own, [B, C]; 0 for none."""
+    real = candidates >= 0
+    of_labels = jnp.where(real, jnp.asarray(text.label_lengths)[: candidates.shape[1]], 0)
+    return of_labels, jnp.where(real, jnp.asarray(text.lengths)[jnp.maximum(candidates, 0)], 0)
 
 
 def candidate_scores(

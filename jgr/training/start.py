@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Begin a decoder's training from the weights of another decoder: train.start.
 
-The layers are taken as they are. The vocabularies may differ: each token takes the embedding row of the token with the
-same name, and a new token keeps its random row. Tokens of semantic ids are matched by the items that both catalogs
-have, since their names have no meaning: `jgr ids` numbers the items or the clusters of its own data.
+The layers are taken as they are; a model of more layers has new ones above them. The vocabularies may differ: each
+token takes the embedding row of the token with the same name, and a new token keeps its random row. Tokens of semantic
+ids are matched by the items that both catalogs have, since their names have no meaning: `jgr ids` numbers the items or
+the clusters of its own data.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ def begin_from(train: TrainConfig, model: DecoderConfig, tokenizer: Tokenizer, c
     """The function that turns drawn parameters into those that a training of `model` begins with.
 
     If train.start is empty it changes nothing; otherwise it takes the weights of that model folder. Raises ConfigError
-    if the folder is missing or damaged, is train.out or lies in it, is not a decoder's, has other sizes than `model`
-    (vocabulary and longest position apart), shares no token or item with it, or groups the items into other ids.
+    if the folder is missing or damaged, is train.out or lies in it, is not a decoder's, has more layers or other sizes
+    than `model` (vocabulary and longest position apart), shares no token or item with it, or groups the items into ids
+    of its own.
     """
     if not train.start:
         return as_drawn
@@ -55,7 +57,8 @@ def begin_from(train: TrainConfig, model: DecoderConfig, tokenizer: Tokenizer, c
         raise ConfigError(f"train.start: {folder}: {error.strerror}") from None
     if not isinstance(found, DecoderConfig) or not isinstance(weights, DecoderParams):
         raise ConfigError(f"train.start: {folder} is not a decoder")
-    if replace(found, vocab_size=model.vocab_size, max_position=model.max_position) != model:
+    alike = replace(found, vocab_size=model.vocab_size, max_position=model.max_position, layers=model.layers)
+    if alike != model or found.layers > model.layers:
         raise ConfigError(f"train.start: {folder} is of other sizes: {found}, not {model}")
     if max(*its.vocabulary.values(), *shared.values()) >= found.vocab_size:
         raise ConfigError(f"train.start: {folder}: it has tokens that its weights have no row for")
@@ -68,7 +71,15 @@ def begin_from(train: TrainConfig, model: DecoderConfig, tokenizer: Tokenizer, c
         return jnp.asarray(drawn).at[to].set(jnp.asarray(known)[of])
 
     def begin(drawn: DecoderParams) -> DecoderParams:
-        return replace(weights, embed=rows(drawn.embed, weights.embed), head=rows(drawn.head, weights.head))
+        layers = jax.tree.map(
+            lambda new, known: jnp.asarray(new).at[: found.layers].set(known), drawn.layers, weights.layers
+        )
+        return replace(
+            weights,
+            embed=rows(drawn.embed, weights.embed),
+            layers=layers,
+            head=rows(drawn.head, weights.head),
+        )
 
     return begin
 

@@ -52,6 +52,22 @@ def test_the_causal_order_is_the_text_as_it_is_read() -> None:
     ]
 
 
+def test_labels_stand_before_their_candidates_and_only_where_these_follow_each_other() -> None:
+    labels = [Content.of(np.array(tokens, np.int32)) for tokens in ([50], [51, 52], [53])]
+    prompt = make_prompt(USER, INSTRUCTION, [(7, A), (9, B)], room=4, labels=labels)
+    assert places(prompt, CAUSAL) == [
+        (Kind.USER, 0, [0, 1, 2]),
+        (Kind.LABEL, 1, [3]),
+        (Kind.ITEM, 2, [4, 5]),
+        (Kind.LABEL, 3, [6, 7]),
+        (Kind.ITEM, 4, [8, 9, 10]),
+        (Kind.INSTRUCTION, 5, [11, 12]),
+    ]
+    for layout in (USER_PREFIX, ITEM_PREFIX):
+        with pytest.raises(ValueError, match=f"LABEL has no place in layout {layout.name}"):
+            arrange(prompt, layout)
+
+
 def test_probes_stand_after_everything_in_their_items_segments() -> None:
     prompt = make_prompt(USER, INSTRUCTION, [(7, A), (9, B)], PROBE, room=4)
     assert count_tokens(prompt) == 12

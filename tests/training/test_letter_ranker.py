@@ -18,8 +18,8 @@ from jgr.evaluation import validation
 from jgr.models import checkpoint, decoder, params
 from jgr.models.decoder import DecoderConfig, DecoderParams
 from jgr.prompt.candidates import SegmentPrompts
-from jgr.prompt.layouts import CAUSAL
-from jgr.prompt.segments import Content, arrange
+from jgr.prompt.layouts import CAUSAL, Kind
+from jgr.prompt.segments import Content, arrange, of_kind
 from jgr.prompt.tokens import PromptBuilder
 from jgr.serving.api import RankRequest
 from jgr.serving.decoders.loading import load_engine
@@ -49,8 +49,9 @@ def softmax_nats(scores: np.ndarray, at: int) -> float:
     return float(np.log(np.exp(scores - scores.max()).sum()) + scores.max() - scores[at])
 
 
-def test_prompts_and_letters_are_the_servers(tmp_path: Path) -> None:
-    cfg, catalog = by_letters(tmp_path), ring().catalog
+@pytest.mark.parametrize("label", ["", "<l_{n}>", "<sid><l_{n}>"])
+def test_prompts_and_letters_are_the_servers(tmp_path: Path, label: str) -> None:
+    cfg, catalog = by_letters(tmp_path, f"rank.label={label}"), ring().catalog
     tokenizer, text = ranker.ranker_tokenizer(cfg, catalog), text_of(cfg)
     prompts, segments = (
         PromptBuilder(cfg.prompt, tokenizer, catalog),
@@ -59,10 +60,14 @@ def test_prompts_and_letters_are_the_servers(tmp_path: Path) -> None:
     made = laying_out(text.plain)(padded(HISTORIES, 6), jnp.asarray(LISTED))
     ends = letter_ranker.candidate_ends(text.plain, made, jnp.asarray(LISTED))
     for at, (history, listed) in enumerate(zip(HISTORIES, LISTED, strict=True)):
-        prompt = arrange(segments.prompt(Content.of(prompts.user(history)), listed, int(history[-1])), CAUSAL)
+        user = Content.of(prompts.user(history))
+        prompt = arrange(segments.prompt(user, listed, int(history[-1]), labelled=True), CAUSAL)
+        assert sum(segment.kind == Kind.LABEL for segment in prompt) == (len(listed) if label else 0)
         wanted = np.concatenate([segment.tokens for segment in prompt])
         assert made.tokens[at, : int(made.lengths[at])].tolist() == wanted.tolist()
-        assert ends[at].tolist() == [segment.offset + len(segment) - 1 for segment in prompt[1:-1]]
+        assert ends[at].tolist() == [
+            segment.offset + len(segment) - 1 for segment in of_kind(prompt, Kind.ITEM)
+        ]
         assert segments.columns(listed)[0].tolist() == np.asarray(text.letters).tolist()
         assert [tokenizer.token_id(f"<l_{n}>") for n in range(4)] == np.asarray(text.letters).tolist()
 
@@ -125,7 +130,10 @@ def test_every_item_but_the_first_is_a_target_once_an_epoch() -> None:
 
 
 def test_what_is_trained_is_what_is_served(tmp_path: Path) -> None:
-    cfg = by_letters(tmp_path / "ranker", "train.steps=12", "train.evaluate_every=12", "train.layers=2")
+    cfg = by_letters(
+        tmp_path / "ranker", "train.steps=12", "train.evaluate_every=12", "train.layers=2", "rank.label=<l_{n}>",
+        "train.tied=false",
+    )  # fmt: skip
     dataset = ring()
     train_ranker(cfg, dataset, validate=validation.ranker_recall(cfg, dataset))
     lines = [json.loads(line) for line in (tmp_path / "ranker" / "metrics.jsonl").read_text().splitlines()]
@@ -147,7 +155,6 @@ def test_what_is_trained_is_what_is_served(tmp_path: Path) -> None:
             request = RankRequest(
                 history=[names[row] for row in history],
                 candidates=[names[row] for row in rows],
-                layout="causal",
             )
             by_id = {item.item_id: item.score for item in (await engine.answer(request)).items}
             found.append([by_id[names[row]] for row in rows])
@@ -161,7 +168,9 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     for setting, words in (
         ("rank.candidates=3", r"rank\.candidates \(3\) must be at least 1 \+ train\.negatives, 4"),
         ("rank.letters=l", r"rank\.letters: must have \{n\}"),
+        ("rank.label=<sid>", r"rank\.label: must have \{n\}"),
+        ("rank.label=<l_{n}>{title}", r"rank\.label: unknown placeholder \{title\}"),
         ("prompt.separator=<sid>", r"takes no prompt\.separator"),
     ):
-        with pytest.raises(ConfigError if "letters" not in setting else Exception, match=words):
+        with pytest.raises(ConfigError if "rank.l" not in setting else Exception, match=words):
             train_ranker(by_letters(tmp_path / "ranker", setting), ring())

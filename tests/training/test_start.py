@@ -106,6 +106,24 @@ def test_training_goes_on_from_it(generator: Path, tmp_path: Path) -> None:
     jax.tree.map(np.testing.assert_array_equal, weights, checkpoint.load(generator)[1])
 
 
+def test_a_model_of_more_layers_has_new_ones_above(generator: Path, tmp_path: Path) -> None:
+    train = ranker_config(tmp_path / "a", f"train.start={generator}", "train.layers=3").train
+    tokenizer, catalog = Tokenizer.from_file(generator / "tokenizer.json"), dataset().catalog
+    model = decoder_config(train, tokenizer.vocab_size, 64)
+    drawn = params.initialize(decoder.spec(model), jax.random.key(3))
+    begun = begin_from(train, model, tokenizer, catalog)(drawn)
+    _, weights = checkpoint.load(generator)
+    assert isinstance(weights, DecoderParams)
+    wanted = jax.tree.map(lambda known, new: np.concatenate([known, new[2:]]), weights.layers, drawn.layers)
+    jax.tree.map(np.testing.assert_array_equal, begun.layers, wanted)
+    fewer = replace(train, start=str(tmp_path / "three"), layers=2)
+    checkpoint.save(
+        tmp_path / "three", model, drawn, lambda folder: tokenizer.save(folder / "tokenizer.json")
+    )
+    with pytest.raises(ConfigError, match=r"train\.start: .* is of other sizes: .*layers=3.* not .*layers=2"):
+        begin_from(fewer, decoder_config(fewer, tokenizer.vocab_size, 64), tokenizer, catalog)
+
+
 def test_without_a_catalog_tokens_are_matched_by_name(generator: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(generator, tmp_path / "elsewhere")
     (folder / "catalog.jsonl").unlink()

@@ -31,6 +31,7 @@ KINDS: Mapping[Kind, SpanKind] = {
     Kind.ITEM: "item",
     Kind.PROBE: "probe",
     Kind.CONTEXT: "context",
+    Kind.LABEL: "structure",
 }
 
 

@@ -340,16 +340,20 @@ class Translator:
             history, parts, found = self._history(request, rows, unknown, read)
             user = Content.of(history)
             key = _user_key(request, user, tenant)
-            prompt = self._segments.prompt(user, candidates, int(rows[-1]), key)
+            layout = request.layout
+            if layout is None and (self._plain or self._segments.labels):
+                layout = "causal"
+            plain = layout == CAUSAL.name
+            prompt = self._segments.prompt(user, candidates, int(rows[-1]), key, labelled=plain)
             written = len(candidates) if self._segments.writes_lists else 0
-            if written or request.layout == CAUSAL.name or (request.layout is None and self._plain):
+            if written or plain:
                 _check_positions(prompt, self._segments.max_position, written)
             work = SegmentsWork(prompt, *self._segments.columns(candidates))
             repair = self._repair_of(request)
             near = None
             if found is not None and self._library is not None and repair != ALL_ITEM_TOKENS:
                 near = self._library.near(found, repair.share, request.reuse_budget)
-            unplanned = UnplannedPrompt(prompt, request.layout, repair=repair, near=near)
+            unplanned = UnplannedPrompt(prompt, layout, repair=repair, near=near)
             tokens = count_tokens(prompt)
         elif request.layout is not None or request.reuse_budget is not None:
             field = "layout" if request.layout is not None else "reuse_budget"

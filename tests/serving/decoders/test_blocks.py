@@ -49,6 +49,7 @@ PROFILE = Profile("rank", 3, 128, 24, packed=True, context=64)
 PAGES = 24
 ITEMS = [np.random.default_rng(row).integers(12, 40, 1 + row % SPAN).astype(np.int32) for row in range(9)]
 INSTRUCTION, PROBE = np.array([1, 2], np.int32), np.array([3], np.int32)
+LABELS = [Content.of(np.array(tokens, np.int32)) for tokens in ([4], [5, 6], [7], [8, 9])]
 DENSE = Dense(CFG, PARAMS)
 Float64 = npt.NDArray[np.float64]
 
@@ -75,11 +76,14 @@ class Request:
         rows: Sequence[int],
         probe: bool = False,
         instruction: npt.NDArray[np.int32] = INSTRUCTION,
+        labels: Sequence[Content] = (),
     ) -> None:
         self.rows = list(rows)
         known = Content.of(np.array(history, np.int32))
         items = [(row, Content.of(ITEMS[row])) for row in rows]
-        self.prompt = make_prompt(known, instruction, items, PROBE if probe else None, key=user, room=SPAN)
+        self.prompt = make_prompt(
+            known, instruction, items, PROBE if probe else None, key=user, room=SPAN, labels=labels
+        )
         columns = np.array([30 + row for row in rows], np.int32)
         self.work = SegmentsWork(self.prompt, columns, columns * 0 + 12 if probe else None)
 
@@ -170,6 +174,12 @@ B = Request("b", range(20, 26), [7, 6, 3, 5, 0])
 PROBING = [Request("c", range(14, 21), [5, 2, 3], probe=True), Request("d", [33, 17], [8, 3, 6], probe=True)]
 
 
+LABELLED = [
+    Request("e", range(16, 22), [3, 1, 2, 8], labels=LABELS),
+    Request("f", [13, 31], [5, 8], labels=LABELS),
+]
+
+
 def right(served: Sequence[tuple[PlannedPrompt, Float64]], method: Method, *requests: Request) -> None:
     for (_, found), request in zip(served, requests, strict=True):
         np.testing.assert_allclose(found, request.dense(method), atol=5e-5)
@@ -180,7 +190,8 @@ def test_cold_warm_and_in_a_batch_score_as_defined(method: Method) -> None:
     server = Server(method)
     cold, partly, warm = server.serve(A), server.serve(B, A), server.serve(A)
     right(cold + partly + warm, method, A, B, A, A)
-    right(server.serve(*PROBING) + server.serve(*PROBING[::-1]), method, *PROBING, *PROBING[::-1])
+    for others in (PROBING, LABELLED):
+        right(server.serve(*others) + server.serve(*others[::-1]), method, *others, *others[::-1])
     assert cold[0][0].cached_tokens == 0 < partly[0][0].cached_tokens < warm[0][0].cached_tokens
     assert warm[0][0].user.cached == 12, "a user who stands first is as everywhere"
     moved = [span for item in warm[0][0].items for span in item.spans if isinstance(span, Approximate)]
@@ -217,7 +228,7 @@ def test_random_traffic(method: Method) -> None:
 )
 def test_all_of_it_is_the_prompt_computed_whole(method: Method) -> None:
     server, repair = Server(method), ALL_ITEM_TOKENS if method is RCLLM else None
-    requests = [B, A, *PROBING]
+    requests = [B, A, *PROBING, *LABELLED]
     whole = Method(ALL_ITEM_TOKENS)
     served = [server.serve(request, repair=repair)[0] for request in requests for _ in range(2)]
     right(served, whole, *[request for request in requests for _ in range(2)])

@@ -18,6 +18,7 @@ METHODS = {
     "item_token": (),
     "item_probe": ("rank.probe=<sid><bos>", "rank.positive=<a_1>", "rank.negative=<a_2>"),
     "list_letter": ("rank.letters=<a_{n}>",),
+    "labelled": ("rank.method=list_letter", "rank.letters=<a_{n}>", "rank.label=<a_{n}>"),
     "list_generation": ("rank.letters=<a_{n}>",),
 }
 HISTORY, ROWS = list(range(12)), [20, 21, 3, 22]
@@ -25,7 +26,9 @@ HISTORY, ROWS = list(range(12)), [20, 21, 3, 22]
 
 @pytest.fixture(scope="module", params=METHODS)
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    settings = (f"rank.method={request.param}", *METHODS[request.param])
+    settings = METHODS[request.param]
+    if request.param != "labelled":
+        settings = (f"rank.method={request.param}", *settings)
     server = Served(make_config(tmp_path_factory.mktemp("model"), *settings), ["rank"])
     server.method, server.tokenizer = request.param, _tokenizer(server)  # type: ignore[attr-defined]
     yield server
@@ -40,8 +43,9 @@ def written_out(server: Any, rows: list[int]) -> tuple[list[int], list[int], lis
     """The prompt as text is read: its tokens, the end of the history, and the ends of the items."""
     names = ["<bos>", *(f"<a_{row}>" for row in HISTORY)]
     ends = [len(names)]
-    for row in rows:
-        names += ["<sid>", f"<a_{row}>"]
+    for at, row in enumerate(rows):
+        label = [f"<a_{at}>"] if server.method == "labelled" else []
+        names += [*label, "<sid>", f"<a_{row}>"]
         ends.append(len(names))
     names.append("<sid>")
     return [server.tokenizer.token_id(name) for name in names], ends[:1], ends[1:]
@@ -103,6 +107,8 @@ def test_an_item_sees_those_before_it_and_no_other_layout_says_the_same(server: 
     assert answer["usage"]["cached_tokens"] == 13, "the user's part is that of the other order"
     assert scores(answer) == pytest.approx(plain(server, turned), abs=1e-4)
     one = server.rank("u", ids(*HISTORY), ids(*ROWS), layout="causal")
+    if server.method == "labelled":  # labels need candidates that follow each other
+        assert scores(server.rank("u", ids(*HISTORY), ids(*ROWS))) == scores(one)
     changed = 1e-5 if server.method == "list_generation" else 1e-3
     assert scores(one) != pytest.approx(scores(answer), abs=changed)
     first = server.rank("u", ids(*HISTORY), ids(*ROWS), layout="user_prefix")
