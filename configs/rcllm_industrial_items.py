@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A decoder that names the next item, each a token of its own: configs/rcllm_industrial_letters.py starts from it."""
+"""A decoder that names the next item, each a token of its own: configs/rcllm_industrial_letters.py starts from it.
+
+    jgr vectors --config=rcllm_industrial_items --out=runs/data/industrial_titles_words.npy
+
+It is the generator of configs/industrial_text.py with a code for each item alone.
+"""
 
 from pathlib import Path
 
@@ -10,23 +15,13 @@ OUT = "runs/rcllm_industrial_items"
 
 def get_config() -> Config:
     return override(
-        load_config(Path(__file__).with_name("rcllm_industrial_letters.py")),
+        load_config(Path(__file__).with_name("industrial_text.py")),
         "model.name=rcllm_industrial_items",
         f"model.path={OUT}",
-        "prompt.item={sid}",
-        "rank.method=likelihood",
-        "train.model=generator",
-        "train.layouts=both",
-        "train.compute=float32",
+        "data.path=runs/data/industrial_titles",
+        "data.catalog=items",
         f"train.out={OUT}",
-        "train.start=",
-        "train.retriever=",
-        "train.negatives=0",
-        "train.minutes=0.5",
-        "train.steps=1500",
-        "train.warmup_steps=100",
-        "train.batch=128",
-        "train.label_smoothing=0.1",
-        "train.skip_events=0.1",
-        "train.evaluate_every=0",
+        "train.item_vectors=runs/data/industrial_titles_words.npy",
+        "train.item_loss=0",
+        "train.later_codes=1",
     )

@@ -4,18 +4,22 @@
 jgr prepare --source=minionerec --raw=FOLDER --out=runs/data/industrial_titles --bpe_vocab=4000
 jgr ids --data=runs/data/industrial_titles --method=item --name=items
 jgr train --config=lrurec_industrial
+jgr vectors --config=rcllm_industrial_items --out=runs/data/industrial_titles_words.npy
 jgr train --config=rcllm_industrial_items
+jgr train --config=rcllm_industrial_letters $SHORT
+jgr train --config=rcllm_industrial_letters $LETTERS
 jgr train --config=rcllm_industrial_letters
 
-4 M parameters, half of them embeddings: 4 layers of 256, and prompts of up to 560 tokens. It starts from a decoder that
-knows the items' tokens and nothing of words. The trainings are for a GPU, and end after train.minutes; on a CPU,
---set=train.compute=float32 is several times as fast, and hours are needed. The step is chosen by the NDCG@10 of the
-validation examples.
+SHORT="--set=train.start=runs/rcllm_industrial_items --set=train.out=runs/rcllm_industrial_short --set=rank.item_span=2
+--set=rank.tokens=160,1024 --set=prompt.max_items=4 --set=train.max_items=4 --set=train.micro_batches=2
+--set=train.lookups=1 --set=train.steps=500 --set=train.learning_rate=2e-3 --set=train.dropout=0.2"
+LETTERS="--set=train.start=runs/rcllm_industrial_short --set=train.out=runs/rcllm_industrial_lookups
+--set=train.lookups=1 --set=train.steps=130 --set=train.learning_rate=2e-3 --set=train.warmup_steps=30
+--set=train.schedule=constant --set=train.evaluate_every=130"
 
-It is not shown to work. On an H200, beside six other trainings, 1,335 steps reached an NDCG@10 of .255 where the
-retriever's own order has .535 (564 validation examples): hardly more than chance among 20. configs/rcllm_ml1m.py, of
-the same recipe, reached .216 in 732 steps, and the retriever .300 (233 examples). configs/rcllm_industrial.py, which
-scores each candidate by its own token, has .547.
+2 M parameters, half of them embeddings: 4 layers of 128, and prompts of up to 384 tokens. It begins as a decoder of two
+layers that names the next item and knows nothing of words or letters. What a letter is it learns in short prompts that
+name the candidate themselves, then in whole ones, and then to answer with the letter of what the user takes.
 """
 
 from pathlib import Path
@@ -31,25 +35,23 @@ def get_config() -> Config:
         "model.name=rcllm_industrial_letters",
         f"model.path={OUT}",
         "rank.method=list_letter",
-        "rank.item=<sid>{title}{sid}",  # the same token begins each candidate, and is nowhere in a history
-        "rank.item_span=13",
-        "rank.tokens=560,1120",
-        "rank.context=1120",
-        "batching.max_tokens=1120",
+        "rank.label=<l_{n}>",
+        "rank.item_span=9",
+        "rank.tokens=384,1024",
+        "rank.context=1024",
         f"train.out={OUT}",
-        "train.start=runs/rcllm_industrial_items",
-        "train.steps=20000",
-        "train.minutes=3.6",
-        "train.batch=64",
-        "train.micro_batches=1",
-        "train.warmup_steps=600",
-        "train.dropout=0.2",
-        "train.compute=bfloat16",
+        "train.start=runs/rcllm_industrial_lookups",
+        "train.tied=false",
+        "train.steps=1600",
+        "train.learning_rate=1.5e-3",
+        "train.weight_decay=0.01",
         "train.hard_negatives=0.8",
-        "train.evaluate_every=400",
-        "train.checkpoint_every=20000",
+        "train.lookups=0.2",
+        "train.evaluate_every=100",
+        "train.checkpoint_every=50",
         "train.validation_examples=4532",
-        "train.hidden=256",
-        "train.heads=8",
-        "train.mlp=448",
+        "train.hidden=128",
+        "train.heads=4",
+        "train.kv_heads=4",
+        "train.mlp=256",
     )

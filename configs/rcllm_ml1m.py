@@ -4,8 +4,14 @@
 jgr prepare --source=movielens-1m-sasrec --raw=FOLDER --out=runs/data/ml1m_titles --bpe_vocab=2000
 jgr ids --data=runs/data/ml1m_titles --method=item
 jgr train --config=lrurec_ml1m --set data.path=runs/data/ml1m_titles
+jgr vectors --config=rcllm_ml1m_items --out=runs/data/ml1m_titles_words.npy
 jgr train --config=rcllm_ml1m_items
+jgr train --config=rcllm_ml1m $SHORT
+jgr train --config=rcllm_ml1m $LETTERS
 jgr train --config=rcllm_ml1m
+
+SHORT and LETTERS are those of configs/rcllm_industrial_letters.py, with ml1m for industrial in the folders' names. It
+was not trained yet by this recipe.
 """
 
 from pathlib import Path
@@ -20,14 +26,12 @@ def get_config() -> Config:
         load_config(Path(__file__).with_name("rcllm_industrial_letters.py")),
         "model.name=rcllm_ml1m",
         f"model.path={OUT}",
-        "prompt.max_items=30",
-        "rank.item_span=9",
+        "prompt.max_items=20",
         "data.path=runs/data/ml1m_titles",
         "data.catalog=",
-        "train.start=runs/rcllm_ml1m_items",
+        "train.start=runs/rcllm_ml1m_lookups",
         "train.retriever=runs/lrurec_ml1m",
         f"train.out={OUT}",
-        "train.dropout=0.1",
-        "train.max_items=30",
+        "train.max_items=20",
         "train.validation_examples=3000",
     )

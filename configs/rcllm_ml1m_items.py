@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A decoder that names the next item, each a token of its own: configs/rcllm_ml1m.py starts from it."""
+"""A decoder that names the next item, each a token of its own: configs/rcllm_ml1m.py starts from it.
+
+jgr vectors --config=rcllm_ml1m_items --out=runs/data/ml1m_titles_words.npy
+"""
 
 from pathlib import Path
 
@@ -17,10 +20,9 @@ def get_config() -> Config:
         "data.path=runs/data/ml1m_titles",
         "data.catalog=",
         f"train.out={OUT}",
+        "train.item_vectors=runs/data/ml1m_titles_words.npy",
+        "train.dropout=0.2",
         "train.max_items=50",
-        "train.minutes=1",
-        "train.steps=10000",
-        "train.warmup_steps=300",
-        "train.label_smoothing=0",
-        "train.skip_events=0",
+        "train.steps=4000",
+        "train.validation_examples=3000",
     )

@@ -129,8 +129,8 @@ class RankConfig:
     # model writes the letters of all candidates one after the other, the best first, each read before the next.
     method: Literal["likelihood", "item_token", "item_probe", "list_letter", "list_generation"] = "likelihood"
     item: str = "{title}{sid}"  # text of one candidate, as in prompt.item; item_token needs {sid} at its end
-    # Text before each candidate where they stand one after the other (layout=causal): {n} is its number, from 0 on, so
-    # that <l_{n}> is its letter. It is never reused. Empty: none.
+    # Text before each candidate in plain order (layout=causal), which is computed in every request; empty: none. {n} is
+    # the candidate's number from 0 on, so that <l_{n}> is its letter.
     label: str = ""
     # Text after the history and the candidates. {last} is the semantic id of the history's last item: recency-focused
     # prompting, which a small model needs (arXiv 2305.08845).

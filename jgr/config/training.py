@@ -72,6 +72,9 @@ class TrainConfig:
     # Items besides the target: those that are drawn for a step of a retriever's softmax (0: all items), or the other
     # candidates in a ranker's prompt.
     negatives: int = 0
+    # Share of the prompts from which a ranker learns letters whose instruction names the target itself ({last}): what
+    # is asked of them is only its letter, which is learnt first and is the way to all other answers.
+    lookups: float = 0.0
     # Whether the items that are drawn for a retriever are weighed so that they stand for all items (sampled softmax);
     # HSTU's recipe does not.
     weigh_negatives: bool = True
@@ -130,6 +133,7 @@ class TrainConfig:
             self, seed=0, learning_rate=0, warmup_steps=0, weight_decay=0, dropout=0, adam_b2=0, clip_norm=0
         )
         check(self, minutes=0, label_smoothing=0, skip_events=0, hard_negatives=0, item_loss=0, later_codes=0)
+        check(self, lookups=0)
         check(self, steps=1, batch=1, micro_batches=1, devices=1, max_items=1, checkpoint_every=1)
         check(self, negatives=0, evaluate_every=0, patience=0, validation_examples=1)
         check(self, hidden=1, layers=1, heads=1, kv_heads=1, head_dim=2, mlp=1)
@@ -154,6 +158,7 @@ class TrainConfig:
             not self.item_vectors or informed or generates,
             f"train.item_vectors: train.model={self.model} is neither a retriever nor a generator",
         )
+        require(self.lookups <= 1, f"train.lookups must be at most 1, not {self.lookups}")
         for name in ("label_smoothing", "cosines"):
             require(not getattr(self, name) or generates, f"train.{name}: train.model={self.model} has none")
         require(not self.item_loss or self.cosines, "train.item_loss: only with train.cosines")

@@ -6,16 +6,22 @@ of the n-th letter after the instruction. A letter says nothing of an item, so t
 candidates in the prompt, and these have to be read after the history and each other. (With rank.method=item_token the
 history alone names the answer, and such a decoder soon reads nothing else.)
 
-Five losses of equal weight, all of them means over what a prompt has of them:
+To answer, the last layer has to look from the instruction for the candidate that is meant and to copy the letter that
+its end has read off its label (rank.label). Nothing of that is of use without the rest, so a small model finds none of
+it in thousands of steps; each part has a loss of its own, of equal weight, a mean over what a prompt has of it:
+- place: at the end of every candidate, the letter of its place;
+- which: at the instruction's last token the candidate that is meant, by its own token;
+- look: the candidate that is meant, by the attention of half of the last layer's heads from there to the candidates'
+  ends;
 - answer: the softmax over the letters of the prompt's candidates, at the instruction's last token;
+- copy: the cross-entropy of the answer's softmax with that of the next item among the candidates, at the end of the
+  history, which is taken as it is: an answer is mostly a matter of luck, which copy is not;
 - next item: at the end of every history item the next one among all, as in the other layouts;
 - match: at the end of every candidate, how much the prompt's first token is expected there; the softmax over the
-  candidates, of which one is the target;
-- place: at the end of every candidate, the letter of its place;
-- copy: the cross-entropy of the answer's softmax with that of match, which is taken as it is.
-Match and place are read off the layer before the last one, so that the last one finds an answer to copy. Without them a
-prompt has one answer that tells one of twenty letters, and small models take very long to learn what a letter is. An
-answer is mostly a matter of luck besides, which copy is not.
+  candidates, of which one is the target.
+Place, which and match are read off the layer before the last one. Answer and copy count as far as places are known:
+before that there is nothing to answer with, and what a model learns of guessing is in the way. A share of the prompts
+(train.lookups) names the target itself, so that only its letter is asked: that is learnt first.
 
 Every item of a user's sequence but the first is a target, with the items before it as the history; the candidates
 stand in an order that is drawn for each prompt.
@@ -26,6 +32,7 @@ Letters: B batch, N history items, C candidates, T tokens, D hidden, L layers.
 from __future__ import annotations
 
 import hashlib
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -40,7 +47,7 @@ from jgr.models import decoder
 from jgr.models.decoder import DecoderConfig, DecoderParams, Dropout
 from jgr.ops.rms_norm import rms_norm
 from jgr.ops.segment_attention import Causal
-from jgr.prompt.candidates import SegmentPrompts
+from jgr.prompt.candidates import LAST, SegmentPrompts
 from jgr.prompt.layouts import CAUSAL, Layout, Tokens
 from jgr.prompt.tokens import Tokenizer
 from jgr.training import plain_ranker, ranker
@@ -52,6 +59,8 @@ Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 
 METHOD = "list_letter"
+QUERIES = 96
+"""Queries whose scores are computed at once: with all at a time half of the scores are of keys that nothing sees."""
 
 
 class LetterText(NamedTuple):
@@ -63,11 +72,16 @@ class LetterText(NamedTuple):
 
 class Answers(NamedTuple):
     """scores: [B, C] float32, -inf for no candidate. read: [B, N, D], at the ends of the history's items. ends: [B, N],
-    as in Prompts. match: [B, C], -inf for no candidate, and place: [B, C, C], the logits at each candidate's end."""
+    as in Prompts. named, which: [B, C], the logits of the candidates' own tokens at the history's end and at the
+    instruction's. look: [B, H, C], the attention of the last layer's heads from there to the candidates' ends, before
+    its softmax. match: [B, C] and place: [B, C, C], the logits at these ends. All but place: -inf for no candidate."""
 
     scores: jax.Array
     read: jax.Array
     ends: jax.Array
+    named: jax.Array
+    which: jax.Array
+    look: jax.Array
     match: jax.Array
     place: jax.Array
 
@@ -86,6 +100,8 @@ def prompt_text(config: Config, tokenizer: Tokenizer, catalog: Catalog) -> Lette
             "letter"
         )
     plain = plain_ranker.prompt_text(config, tokenizer, catalog, (METHOD,))
+    if config.train.lookups and LAST not in plain.instruction:
+        raise ConfigError("train.lookups: rank.instruction must have {last}, which names the target there")
     segments = SegmentPrompts(config.rank, tokenizer, catalog)
     return LetterText(plain, segments.columns(np.arange(count, dtype=np.int32))[0])
 
@@ -104,15 +120,17 @@ def answers(
     text: LetterText,
     history: jax.Array,
     candidates: jax.Array,
+    last: jax.Array | None = None,
     *,
     drop: Dropout | None = None,
     key: jax.Array | None = None,
     compute: str = "float32",
 ) -> Answers:
     """What the losses and the scores are made of. history: [B, N], -1 on the right, not empty. candidates: [B, C], -1
-    for none, which are last. compute: the type of the layers' arithmetic; all logits are float32."""
+    for none, which are last. last: see `plain_ranker.lay_out`. compute: the type of the layers' arithmetic; all logits
+    are float32."""
     plain, letters = text.plain, jnp.asarray(text.letters)[: candidates.shape[1]]
-    prompts = plain_ranker.lay_out(plain, history, candidates)
+    prompts = plain_ranker.lay_out(plain, history, candidates, last)
     typed = weights if compute == "float32" else jax.tree.map(lambda x: x.astype(compute), weights)
     found = decoder.prefill(
         typed, model, prompts.tokens, prompts.lengths, dropout=drop, key=key, attention=attention,
@@ -125,27 +143,47 @@ def answers(
         return read.astype(jnp.float32)
 
     rows, real = weights.output_rows, candidates >= 0
-    last = at(found.hidden, prompts.lengths[:, None] - 1)[:, 0]
-    before = at(found.layers[max(model.layers - 2, 0)], candidate_ends(plain, prompts, candidates))
-    ends = rms_norm(before, weights.norm, model.norm_eps)
+    own = rows[jnp.asarray(plain.own)[jnp.maximum(candidates, 0)]]
+    asking, ends = prompts.lengths[:, None] - 1, candidate_ends(plain, prompts, candidates)
+    inner = found.layers[max(model.layers - 2, 0)]
+    inner_asking, inner_ends = at(inner, asking), at(inner, ends)
+    normed_asking, normed_ends = (
+        rms_norm(x, weights.norm, model.norm_eps) for x in (inner_asking, inner_ends)
+    )
+    layer = jax.tree.map(lambda x: x[-1], weights.layers)
+    queries, _, _ = decoder.heads_of(model, layer, inner_asking, decoder.rotations(model, asking))
+    _, keys, _ = decoder.heads_of(model, layer, inner_ends, decoder.rotations(model, ends))
+    keys = jnp.repeat(keys, model.heads // model.kv_heads, axis=2)
+    look = jnp.einsum("bqhd,bchd->bhc", queries, keys) / math.sqrt(model.head_dim)
+    lived = at(found.hidden, prompts.ends.max(1, keepdims=True))
     return Answers(
-        jnp.where(real, last @ rows[letters].T, -jnp.inf),
+        jnp.where(real, at(found.hidden, asking)[:, 0] @ rows[letters].T, -jnp.inf),
         at(found.hidden, prompts.ends),
         prompts.ends,
-        jnp.where(real, ends @ rows[jnp.asarray(plain.prefix)[0]], -jnp.inf),
-        ends @ rows[letters].T,
+        jnp.where(real, jnp.einsum("bqd,bcd->bc", lived, own), -jnp.inf),
+        jnp.where(real, jnp.einsum("bqd,bcd->bc", normed_asking, own), -jnp.inf),
+        jnp.where(real[:, None], look, -jnp.inf),
+        jnp.where(real, normed_ends @ rows[jnp.asarray(plain.prefix)[0]], -jnp.inf),
+        normed_ends @ rows[letters].T,
     )
 
 
 def attention(
     q: jax.Array, k: jax.Array, v: jax.Array, tokens: Tokens | Causal, layout: Layout | jax.Array
 ) -> jax.Array:
-    """Causal attention of whole prompts with all scores at once: a few large products, in the type of its arguments.
-    Padding stands after the prompts, so nothing sees it. See jgr.models.decoder.Attention."""
+    """Causal attention of whole prompts, so many queries at a time and the keys up to the last of them, in the type of
+    its arguments. Padding stands after the prompts, so nothing sees it. See jgr.models.decoder.Attention."""
     del tokens, layout
-    keys, values = k.swapaxes(1, 2), v.swapaxes(1, 2)
-    out: jax.Array = jax.nn.dot_product_attention(q, keys, values, is_causal=True, implementation="xla")
-    return out
+    keys, values, length = k.swapaxes(1, 2), v.swapaxes(1, 2), q.shape[1]
+    causal = np.tri(length, dtype=bool)
+    parts = [
+        jax.nn.dot_product_attention(
+            q[:, at:end], keys[:, :end], values[:, :end], mask=causal[None, None, at:end, :end],
+            implementation="xla",
+        )
+        for at, end in ((at, min(at + QUERIES, length)) for at in range(0, length, QUERIES))
+    ]  # fmt: skip
+    return jnp.concatenate(parts, axis=1)
 
 
 def letter_loss(
@@ -154,7 +192,7 @@ def letter_loss(
     """The loss over windows [B, N + 1], whose last items are the targets."""
 
     def loss(weights: DecoderParams, rows: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
-        candidates_key, order_key, dropout_key = jax.random.split(key, 3)
+        candidates_key, order_key, named_key, dropout_key = jax.random.split(key, 4)
         batch = len(rows)
         cut = (rows >= 0).sum(1) - 1
         history, targets = ranker.history_and_targets(rows, cut)
@@ -162,31 +200,37 @@ def letter_loss(
             (candidates_key, order_key), log_weights(history), history, targets, train.negatives
         )
         drop = None if train.dropout == 0 else lambda x, k: dropout(x, k, train.dropout)
+        told = jax.random.bernoulli(named_key, train.lookups, (batch,))
+        last = jnp.where(told, targets, jnp.take_along_axis(rows, cut[:, None] - 1, axis=1)[:, 0])
         found = answers(
-            weights, model, text, history, candidates, drop=drop, key=None if drop is None else dropout_key,
-            compute=train.compute,
+            weights, model, text, history, candidates, last, drop=drop,
+            key=None if drop is None else dropout_key, compute=train.compute,
         )  # fmt: skip
         real = candidates >= 0
         asked = real & (candidates == targets[:, None])
 
         def nats(scores: jax.Array) -> jax.Array:
-            """The sum over prompts of the softmax's nats of the target. scores: [B, C]."""
-            return (jax.nn.logsumexp(scores, axis=1) - jnp.where(asked, scores, 0.0).sum(1)).sum()
+            """The softmax's nats of the target, [B]. scores: [B, C]."""
+            return jax.nn.logsumexp(scores, axis=1) - jnp.where(asked, scores, 0.0).sum(1)
 
-        expected = jax.lax.stop_gradient(jax.nn.softmax(found.match, axis=1))
+        expected = jax.lax.stop_gradient(jax.nn.softmax(found.named, axis=1))
         beyond = jax.nn.logsumexp(found.scores, axis=1)[:, None] - found.scores
         places = jax.nn.logsumexp(found.place, axis=2) - jnp.diagonal(found.place, axis1=1, axis2=2)
         following = ranker.following_items(rows, cut)
+        place = jnp.where(real, places, 0.0).sum(1) / real.sum(1)
+        copy = jnp.where(real, expected * jnp.where(real, beyond, 0.0), 0.0).sum(1)
+        known = jax.lax.stop_gradient(jnp.clip(1 - place.mean() / math.log(1 + train.negatives), 0, 1))
+        look = jax.vmap(nats, 1)(found.look[:, : (model.heads + 1) // 2]).mean(0)
         total = (
-            nats(found.scores)
+            known * (nats(found.scores) + jnp.where(told, 0.0, copy))
+            + nats(found.which)
+            + look
             + nats(found.match)
-            + jnp.where(real, expected * jnp.where(real, beyond, 0.0), 0.0).sum()
-            + (jnp.where(real, places, 0.0).sum(1) / real.sum(1)).sum()
-            + plain_ranker.next_item_nats(
-                weights, text.plain, found.read, found.ends, following, train.devices
-            )
+            + place
         )
-        return total, jnp.float32(batch)
+        return total.sum() + plain_ranker.next_item_nats(
+            weights, text.plain, found.read, found.ends, following, train.devices
+        ), jnp.float32(batch)
 
     return loss
 

@@ -106,9 +106,11 @@ def prompt_text(
     return PlainText(builder.prefix, segments.instruction, own, items, lengths, *of_events, *of_labels, most)
 
 
-def lay_out(text: PlainText, history: jax.Array, candidates: jax.Array) -> Prompts:
+def lay_out(
+    text: PlainText, history: jax.Array, candidates: jax.Array, last: jax.Array | None = None
+) -> Prompts:
     """Prompts as `decoder.prefill` takes them. history: [B, N], -1 on the right, not empty. candidates: [B, C], -1 for
-    none."""
+    none. last: [B], the items that the instructions name; default those that end the histories."""
     batch = len(history)
     prefix, instruction = jnp.asarray(text.prefix), jnp.asarray(text.instruction)
     of_labels, lengths = candidate_lengths(text, candidates)
@@ -117,8 +119,9 @@ def lay_out(text: PlainText, history: jax.Array, candidates: jax.Array) -> Promp
     to_end = jnp.cumsum(of_events[:, ::-1], axis=1)[:, ::-1]
     kept = (history >= 0) & (to_end <= room[:, None])
     of_events = jnp.where(kept, of_events, 0)
-    last = jnp.take_along_axis(history, (history >= 0).sum(1)[:, None] - 1, axis=1)
-    asks = jnp.where(instruction == LAST, jnp.asarray(text.own)[last], instruction)
+    if last is None:
+        last = jnp.take_along_axis(history, (history >= 0).sum(1)[:, None] - 1, axis=1)[:, 0]
+    asks = jnp.where(instruction == LAST, jnp.asarray(text.own)[last][:, None], instruction)
 
     def grid(*columns: tuple[Any, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         """Tokens of rows one after the other, [B, rows * width], and which of them are there. Each column: tokens by

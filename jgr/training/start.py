@@ -2,9 +2,9 @@
 """Begin a decoder's training from the weights of another decoder: train.start.
 
 The layers are taken as they are; a model of more layers has new ones above them. The vocabularies may differ: each
-token takes the embedding row of the token with the same name, and a new token keeps its random row. Tokens of semantic
-ids are matched by the items that both catalogs have, since their names have no meaning: `jgr ids` numbers the items or
-the clusters of its own data.
+token takes the embedding row of the token with the same name, and a new token keeps its random row, as long as the
+known ones are on average. Tokens of semantic ids are matched by the items that both catalogs have, since their names
+have no meaning: `jgr ids` numbers the items or the clusters of its own data.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 from jgr.catalog.catalog import Catalog, Symbol, load_catalog
 from jgr.config import ConfigError, TrainConfig, UserError
 from jgr.models import checkpoint
-from jgr.models.decoder import DecoderConfig, DecoderParams
+from jgr.models.decoder import DecoderConfig, DecoderParams, LayerParams
 from jgr.prompt.tokens import Tokenizer
 from jgr.training.trainer import Begin, as_drawn
 
@@ -68,11 +68,15 @@ def begin_from(train: TrainConfig, model: DecoderConfig, tokenizer: Tokenizer, c
     def rows(drawn: jax.Array | None, known: jax.Array | None) -> jax.Array | None:
         if drawn is None or known is None:
             return None
-        return jnp.asarray(drawn).at[to].set(jnp.asarray(known)[of])
+        kept = jnp.asarray(known)[of]
+        longer = jnp.sqrt((kept**2).mean() / (drawn**2).mean())
+        return (drawn * longer).at[to].set(kept)
 
     def begin(drawn: DecoderParams) -> DecoderParams:
         layers = jax.tree.map(
-            lambda new, known: jnp.asarray(new).at[: found.layers].set(known), drawn.layers, weights.layers
+            lambda new, known: jnp.asarray(new).at[: found.layers].set(known),
+            _copying(drawn.layers, model),
+            weights.layers,
         )
         return replace(
             weights,
@@ -82,6 +86,19 @@ def begin_from(train: TrainConfig, model: DecoderConfig, tokenizer: Tokenizer, c
         )
 
     return begin
+
+
+def _copying(layers: LayerParams, model: DecoderConfig) -> LayerParams:
+    """The layers with keys projected as queries are, and the output as the values' transpose: each looks for what is
+    like it, and copies it (mimetic initialization, arXiv 2305.09828). What tells one token to look for another is there
+    from the first step, where it would take thousands to emerge."""
+    heads, kv_heads, dim = model.heads, model.kv_heads, model.head_dim
+    group = heads // kv_heads
+    count, hidden, _ = layers.wq.shape
+    wk = layers.wq.reshape(count, hidden, kv_heads, group, dim)[:, :, :, 0].reshape(count, hidden, -1)
+    values = layers.wv.reshape(count, hidden, kv_heads, 1, dim)
+    wo = jnp.broadcast_to(values / group, (count, hidden, kv_heads, group, dim)).reshape(count, hidden, -1)
+    return replace(layers, wk=wk, wo=wo.swapaxes(1, 2))
 
 
 def _same_symbols(folder: Path, catalog: Catalog, its: Catalog) -> dict[Symbol, Symbol | None]:

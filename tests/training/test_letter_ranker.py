@@ -29,7 +29,7 @@ from jgr.training.letter_ranker import LetterText, Targets
 from jgr.training.ranker_training import train_ranker
 from tests.serving.decoders.dense import Dense
 from tests.training.test_plain_ranker import HISTORIES, LISTED, laying_out, plain, ring
-from tests.training.test_ranker import KEY, padded
+from tests.training.test_ranker import padded
 
 
 def by_letters(folder: Path, *more: str) -> Config:
@@ -72,45 +72,64 @@ def test_prompts_and_letters_are_the_servers(tmp_path: Path, label: str) -> None
         assert [tokenizer.token_id(f"<l_{n}>") for n in range(4)] == np.asarray(text.letters).tolist()
 
 
-def test_the_loss_is_its_five_parts_by_a_dense_decoder(tmp_path: Path) -> None:
-    cfg = by_letters(tmp_path, "train.dropout=0")
+@pytest.mark.parametrize("lookups", [0, 1])
+def test_the_loss_is_its_seven_parts_by_a_dense_decoder(tmp_path: Path, lookups: int) -> None:
+    cfg = by_letters(
+        tmp_path,
+        "train.dropout=0",
+        "rank.label=<l_{n}>",
+        "rank.instruction=<sid>{last}",
+        f"train.lookups={lookups}",
+    )
     text, train = text_of(cfg), cfg.train
     model = decoder_config(train, 400, 80)
-    weights = jax.tree.map(lambda x: 3 * x, params.initialize(decoder.spec(model), KEY))
+    key = jax.random.key(5)
+    weights = jax.tree.map(lambda x: 3 * x, params.initialize(decoder.spec(model), key))
     log_weights = ranker.negative_weights(cfg, ring())
     window = [5, 9, 2, 7]
     rows = jnp.array([[*window, -1, -1, -1]], jnp.int32)
-    candidates_key, order_key, _ = jax.random.split(KEY, 3)
+    candidates_key, order_key, _, _ = jax.random.split(key, 4)
     history = padded([np.array(window[:3])], 6)
     drawn = ranker.draw_candidates(candidates_key, log_weights(history), history, jnp.array([7]), 3)
     listed = np.asarray(drawn)[0, np.argsort(np.asarray(jax.random.uniform(order_key, (1, 4)))[0])]
-    made = plain_ranker.lay_out(text.plain, history, jnp.asarray(listed[None]))
-    tokens = np.asarray(made.tokens)[0, : int(made.lengths[0])]
-
-    def logits(layers: int) -> np.ndarray:
-        """Of every place of the prompt, with so many layers."""
-        cut = weights.__class__(
-            weights.embed, jax.tree.map(lambda x: x[:layers], weights.layers), weights.norm
-        )
-        dense = Dense(model.__class__(**{**model.__dict__, "layers": layers}), cut)
-        return np.asarray(dense.forward(tokens, np.arange(len(tokens)), np.tri(len(tokens), dtype=bool))[1])
-
-    last, before = logits(3), logits(2)
     letters, own = np.asarray(text.letters), np.asarray(text.plain.own)
+    made = plain_ranker.lay_out(
+        text.plain, history, jnp.asarray(listed[None]), jnp.array([7]) if lookups else None
+    )
+    tokens = np.asarray(made.tokens)[0, : int(made.lengths[0])]
+    assert tokens[-1] == own[7 if lookups else window[2]]
+    position, mask = np.arange(len(tokens)), np.tri(len(tokens), dtype=bool)
+
+    dense = Dense(model, weights)
+    states = [dense.embed(tokens)]
+    for layer in range(3):
+        states.append(dense.step(layer, states[-1], *dense.project(layer, states[-1], position), mask))
+    before, last = dense.logits(states[2]), dense.logits(states[3])
+    queries, keys, _ = dense.project(2, states[2], position)
     asked = listed.tolist().index(7)
     ends = np.asarray(letter_ranker.candidate_ends(text.plain, made, jnp.asarray(listed[None])))[0]
+    group = model.heads // model.kv_heads
+    looks = [
+        softmax_nats(keys[ends, head // group] @ queries[-1, head] / np.sqrt(model.head_dim), asked)
+        for head in range(model.heads // 2)
+    ]
+    place = float(np.mean([softmax_nats(before[end, letters], n) for n, end in enumerate(ends)]))
+    named = last[made.ends[0].max(), own[listed]]
+    shares = np.exp(named - named.max()) / np.exp(named - named.max()).sum()
+    copy = sum(float(share) * softmax_nats(last[-1, letters], n) for n, share in enumerate(shares))
+    known = 1 - place / np.log(4)
+    assert 0 < known < 1
     wanted = [
-        softmax_nats(last[-1, letters], asked),
+        known * (softmax_nats(last[-1, letters], asked) + (0 if lookups else copy)),
+        softmax_nats(before[-1, own[listed]], asked),
+        float(np.mean(looks)),
         float(
             np.mean([softmax_nats(last[end, own], window[i + 1]) for i, end in enumerate(made.ends[0, :3])])
         ),
         softmax_nats(before[ends, text.plain.prefix[0]], asked),
-        float(np.mean([softmax_nats(before[end, letters], n) for n, end in enumerate(ends)])),
+        place,
     ]
-    match = before[ends, text.plain.prefix[0]]
-    shares = np.exp(match - match.max()) / np.exp(match - match.max()).sum()
-    wanted.append(sum(float(share) * softmax_nats(last[-1, letters], n) for n, share in enumerate(shares)))
-    nats, count = jax.jit(letter_ranker.letter_loss(model, text, log_weights, train))(weights, rows, KEY)
+    nats, count = jax.jit(letter_ranker.letter_loss(model, text, log_weights, train))(weights, rows, key)
     assert count == 1 and min(wanted) > 0
     np.testing.assert_allclose(nats, sum(wanted), rtol=1e-4)
 
@@ -168,9 +187,13 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     for setting, words in (
         ("rank.candidates=3", r"rank\.candidates \(3\) must be at least 1 \+ train\.negatives, 4"),
         ("rank.letters=l", r"rank\.letters: must have \{n\}"),
+        ("train.lookups=2", r"train\.lookups must be at most 1, not 2"),
         ("rank.label=<sid>", r"rank\.label: must have \{n\}"),
         ("rank.label=<l_{n}>{title}", r"rank\.label: unknown placeholder \{title\}"),
         ("prompt.separator=<sid>", r"takes no prompt\.separator"),
     ):
         with pytest.raises(ConfigError if "rank.l" not in setting else Exception, match=words):
             train_ranker(by_letters(tmp_path / "ranker", setting), ring())
+    nameless = by_letters(tmp_path / "ranker", "train.lookups=0.5", "rank.instruction=<sid>")
+    with pytest.raises(ConfigError, match=r"train\.lookups: rank\.instruction must have \{last\}"):
+        train_ranker(nameless, ring())
