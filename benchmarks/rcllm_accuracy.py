@@ -69,7 +69,7 @@ KEEPS, LOSES = 0.96, 0.05
 """RcLLM is to keep so much of full recompute's NDCG@10; naive reuse must lose so much of it for a dataset to count."""
 POOLS = (200, 1_000)
 """Prototypes of smaller libraries."""
-TASKS = {"industrial": "rcllm_industrial", "ml1m": "rcllm_ml1m"}
+TASKS = {"industrial": "rcllm_industrial_letters", "ml1m": "rcllm_ml1m"}
 SPLITS = {"industrial": ("test", "valid"), "ml1m": ("test",)}
 MOST = 1_200
 """Requests of a split."""
@@ -330,7 +330,7 @@ def about(task: Task, full: Mapping[str, Float64], retriever: Mapping[str, Float
         "items": task.dataset.catalog.n_items,
         "model": f"{model.cfg.layers} layers, hidden {model.cfg.hidden}",
         "revision": model.revision,
-        "training": {"minutes": train.minutes, "batch": train.batch, "negatives": train.negatives},
+        "training": {"steps": train.steps, "batch": train.batch, "negatives": train.negatives},
         "answers_by": task.config.rank.method,
         "item_span": task.config.rank.item_span,
     }
