@@ -12,14 +12,17 @@ jgr train --config=rcllm_industrial_letters
 
 SHORT="--set=train.start=runs/rcllm_industrial_items --set=train.out=runs/rcllm_industrial_short --set=rank.item_span=2
 --set=rank.tokens=160,1024 --set=prompt.max_items=4 --set=train.max_items=4 --set=train.micro_batches=2
---set=train.lookups=1 --set=train.steps=500 --set=train.learning_rate=2e-3 --set=train.dropout=0.2"
+--set=train.lookups=1 --set=train.steps=500 --set=train.learning_rate=2e-3 --set=train.dropout=0.2
+--set=train.evaluate_every=250"
 LETTERS="--set=train.start=runs/rcllm_industrial_short --set=train.out=runs/rcllm_industrial_lookups
 --set=train.lookups=1 --set=train.steps=130 --set=train.learning_rate=2e-3 --set=train.warmup_steps=30
 --set=train.schedule=constant --set=train.evaluate_every=130"
 
-2 M parameters, half of them embeddings: 4 layers of 128, and prompts of up to 384 tokens. It begins as a decoder of two
-layers that names the next item and knows nothing of words or letters. What a letter is it learns in short prompts that
-name the candidate themselves, then in whole ones, and then to answer with the letter of what the user takes.
+2.6 M parameters, of which 2 M are rows of tokens: 4 layers of 128, and prompts of up to 384 tokens. It begins as a
+decoder of two layers that names the next item and knows nothing of words or letters. What a letter is it learns in
+short prompts that name the candidate themselves, then in whole ones, and then to answer with the letter of what the
+user takes. The three trainings took 45 minutes on two cores; of 565 validation examples whose target is among the
+retriever's 20 candidates it has an NDCG@10 of .558, where the retriever's order has .534.
 """
 
 from pathlib import Path
