@@ -317,8 +317,8 @@ def test_a_text_cannot_spell_what_is_not_text(world: World, served: Served) -> N
         (["one"], "history_texts", "1 texts; history has 2"),
         (["x" * 150, "y" * 51], "history_texts", "more than 200 bytes"),
         (["x" * 100_000, ""], "history_texts", "more than 200 bytes"),
-        (["a", 3], "history_texts[1]", "str"),
-        ("text", "history_texts", "array"),
+        (["a", 3], "history_texts[1]", "must be text"),
+        ("text", "history_texts", "must be a list or null"),
     ],
 )
 def test_texts_that_do_not_fit_are_refused(served: Served, texts: Any, field: str, says: str) -> None:
