@@ -89,9 +89,8 @@ def begin_from(train: TrainConfig, model: DecoderConfig, tokenizer: Tokenizer, c
 
 
 def _copying(layers: LayerParams, model: DecoderConfig) -> LayerParams:
-    """The layers with keys projected as queries are, and the output as the values' transpose: each looks for what is
-    like it, and copies it (mimetic initialization, arXiv 2305.09828). What tells one token to look for another is there
-    from the first step, where it would take thousands to emerge."""
+    """The layers with keys projected as queries are, and the output as the values' transpose: each token looks for what
+    is like it, and copies that (mimetic initialization, arXiv 2305.09828)."""
     heads, kv_heads, dim = model.heads, model.kv_heads, model.head_dim
     group = heads // kv_heads
     count, hidden, _ = layers.wq.shape
