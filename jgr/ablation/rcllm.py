@@ -45,6 +45,14 @@ RCLLM = System(
             differs=_ALONE,
         ),
         Mechanism(
+            "last token",
+            ("RCLLM-11",),
+            "the last token of each candidate, at which it is read, is computed anew too",
+            ("cache.repair_last_tokens=1",),
+            added=True,
+            differs=_ALONE,
+        ),
+        Mechanism(
             "users",
             ("RCLLM-9",),
             "users who come again are reused, exactly, since they stand first",

@@ -46,6 +46,8 @@ class CacheConfig:
     repair_tokens: int = 0
     # Share of a request's tokens of cached items that is computed again beside these, as cache.repair_by chooses.
     repair_share: float = 0.0
+    # Last tokens of each cached item that are computed again beside that share: what follows reads an item at its end.
+    repair_last_tokens: int = 0
     # Which tokens these are. deviation: those that differ most in the second layer (CacheBlend); attention: those that
     # get the most attention in the first layer (RcLLM).
     repair_by: Literal["deviation", "attention"] = "deviation"
@@ -68,11 +70,16 @@ class CacheConfig:
 
     def __post_init__(self) -> None:
         check(self, device_mb=0, host_mb=0, page_kb=0, share=0, cell_tokens=1, new_tokens=1, window_s=1e-3)
-        check(self, hysteresis=0, shadow=0, repair_tokens=0, repair_share=0, library_cosine=0.9, kv_mb=0)
+        check(self, hysteresis=0, shadow=0, repair_tokens=0, repair_share=0, repair_last_tokens=0)
+        check(self, library_cosine=0.9, kv_mb=0)
         require(
             self.library_cosine <= 1, f"cache.library_cosine must be at most 1, not {self.library_cosine}"
         )
         require(self.repair_share <= 1, f"cache.repair_share must be at most 1, not {self.repair_share}")
+        require(
+            not self.repair_last_tokens or self.repair_share > 0,
+            "cache.repair_last_tokens: needs cache.repair_share above 0",
+        )
         of_texts = self.library_share
         require(
             of_texts is None or 0 <= of_texts <= 1,

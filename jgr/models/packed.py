@@ -57,13 +57,15 @@ class RepairChoice(NamedTuple):
     They are compared in plain order. cached_tokens: [C] int32, the cached tokens themselves. ranks: [T] int32; a row
     with rank r >= 0 is filled with the r-th of all the batch's item tokens that were computed alone, ordered by request
     and then as ChosenBy says. Other rows: -1. prompts: [T] int32, the request as whose token a new one is looked at, -1
-    for none. looks: [C + T] int32, what tokens see there, and see where they are repaired, as bits.
+    for none. looks: [C + T] int32, what tokens see there, and see where they are repaired, as bits. ends: [C + T]
+    int32, 1 for the last tokens of items, which are chosen before all others; None: they are as the others.
     """
 
     cached_tokens: Any
     ranks: Any
     prompts: Any
     looks: Any
+    ends: Any = None
 
 
 class Row(NamedTuple):
@@ -244,6 +246,8 @@ def _in_order(prompts: Tokens) -> jax.Array:
 
 def _chosen(row: Row, choice: RepairChoice, prompts: Tokens, worth: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Which rows [T] are filled, and with which of the prompts' tokens [C + T]: those worth [C + T] the most."""
+    if choice.ends is not None:
+        worth = jnp.where(choice.ends > 0, jnp.inf, worth)
     from_cache = jnp.arange(len(prompts.kind)) < len(row.slots)
     was_alone = from_cache | jnp.pad(row.seen_by >= 0, (len(row.slots), 0))
     may = was_alone & (prompts.kind == Kind.ITEM) & (prompts.request >= 0)

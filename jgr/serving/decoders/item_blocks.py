@@ -48,7 +48,7 @@ def portions(engine: Engine[ServedDecoder], rows: Sequence[int]) -> Iterator[lis
     tokens, kept = fixed, 0
     for row in rows:
         length = int(lengths[row])
-        new = length + probe + min(repair.first, length) + math.ceil(repair.share * length)
+        new = length + probe + min(repair.first + repair.last, length) + math.ceil(repair.share * length)
         takes = -(-length // kv.tokens) * kv.parts
         full = len(part) >= engine.info.max_candidates
         if part and (full or tokens + new > most or kept + takes > cells):

@@ -87,7 +87,8 @@ def blank(profile: Profile, parts: int, longest: int, repair: Repair, moves: boo
     if moves:
         row = row._replace(shift=zeros(cached))
     if repair.share:
-        choice = RepairChoice(zeros(cached), zeros(new), zeros(new), zeros(cached + new))
+        ends = zeros(cached + new) if repair.last else None
+        choice = RepairChoice(zeros(cached), zeros(new), zeros(new), zeros(cached + new), ends)
         row = row._replace(choice=choice)
     return Packed(row, Asked(*(zeros(profile.width) for _ in Asked._fields)), None, None)
 
@@ -133,12 +134,18 @@ class _Spans:
 
 
 def pack(
-    out: Packed, works: Sequence[SegmentsWork], profile: Profile, *, cell_tokens: int, slots: int
+    out: Packed,
+    works: Sequence[SegmentsWork],
+    profile: Profile,
+    *,
+    cell_tokens: int,
+    slots: int,
+    last: int = 0,
 ) -> Kept:
     """Write all of a batch into arrays as `blank` makes them; returns where the new tokens' KV is kept.
 
-    slots: number of slots in the pool. UnservedSource for a plan that moves cached tokens where the arrays have no
-    place for it.
+    slots: number of slots in the pool. last: so many last tokens of items are repaired. UnservedSource for a plan that
+    moves cached tokens where the arrays have no place for it.
     """
     row, parts = out.row, out.row.slots.shape[1]
     tokens = _describe(works, profile, cell_tokens, parts, slots)
@@ -158,7 +165,7 @@ def pack(
     elif (moved := shift[tokens.slot[:, 0] < slots]).any():
         raise UnservedSource(f"a plan moves cached tokens by up to {moved.max()} positions")
     if row.choice is not None:
-        _write_choice(row.choice, works, tokens, is_new)
+        _write_choice(row.choice, works, tokens, is_new, last)
     if out.asked is not None:
         _write_asked(out.asked, works, tokens, profile)
     if out.prompts is not None:
@@ -235,7 +242,11 @@ def _describe(
 
 
 def _write_choice(
-    out: RepairChoice, works: Sequence[SegmentsWork], tokens: _Tokens, new: npt.NDArray[np.bool_]
+    out: RepairChoice,
+    works: Sequence[SegmentsWork],
+    tokens: _Tokens,
+    new: npt.NDArray[np.bool_],
+    last: int,
 ) -> None:
     """The places after the new tokens, which the program fills with as many item tokens a prompt as were planned.
 
@@ -259,6 +270,21 @@ def _write_choice(
     context = len(out.cached_tokens)
     _fill(out.looks[:context], 0, tokens.looks[~new])
     _fill(out.looks[context:], 0, tokens.looks[new])
+    if out.ends is not None:
+        ends = _ends(tokens.described, last)
+        _fill(out.ends[:context], 0, ends[~new])
+        _fill(out.ends[context:], 0, ends[new])
+
+
+def _ends(described: Tokens, last: int) -> Int32:
+    """1 for so many last tokens of each item, 0 for others: those behind which so many of their segment do not come."""
+    follows = np.zeros(len(described.kind), bool)
+    if last < len(follows):
+        follows[:-last] = (described.kind[last:] == described.kind[:-last]) & (
+            described.segment[last:] == described.segment[:-last]
+        )
+    ends: Int32 = ((described.kind == Kind.ITEM) & ~follows).astype(np.int32)
+    return ends
 
 
 def _write_asked(out: Asked, works: Sequence[SegmentsWork], tokens: _Tokens, profile: Profile) -> None:

@@ -292,7 +292,9 @@ class PagedExecutor(ProfilePrograms):
 
     def _pack(self, out: Packed, profile: Profile, works: Sequence[SegmentsWork]) -> Kept:
         """Write a batch; returns where its KV is kept, which another program reads, later."""
-        return pack(out, works, profile, cell_tokens=self.kv.tokens, slots=self._slots)
+        return pack(
+            out, works, profile, cell_tokens=self.kv.tokens, slots=self._slots, last=self._repair.last
+        )
 
     def _over_catalog(self, profile: Profile, works: Sequence[SegmentsWork]) -> tuple[CatalogTables, Filters]:
         return self._tables, self._filters.lay_out(profile.batch, [work.filter for work in works])

@@ -53,22 +53,25 @@ def moved(span: Source, place: int) -> Source:
 class Repair(Struct, frozen=True):
     """Which item tokens see what stands before their item, which cached ones do not (BAT-15, RCLLM-11).
 
-    first: the number of repaired tokens at the start of each item (PIC-4). share: the share of a prompt's item tokens
-    that the program chooses to repair beside these (PIC-3). Where both are 0 nothing is repaired. of_all: also of the
-    list's first item, before which stands nothing only where the items come first.
+    first: the number of repaired tokens at the start of each item (PIC-4). last: the number at its end, which the
+    program chooses before all others. share: the share of a prompt's item tokens that it chooses to repair beside these
+    (PIC-3). Where all are 0 nothing is repaired. of_all: the first ones also of the list's first item, before which
+    stands nothing only where the items come first.
     """
 
     first: int = 0
     share: float = 0.0
     of_all: bool = False
+    last: int = 0
 
     @classmethod
     def of(cls, cache: CacheConfig) -> Repair:
         """The repair that the configuration asks for."""
-        return cls(cache.repair_tokens, cache.repair_share, cache.policy == "blocks")
+        of_all = cache.policy == "blocks"
+        return cls(cache.repair_tokens, cache.repair_share, of_all, cache.repair_last_tokens)
 
     def __bool__(self) -> bool:
-        return self.first > 0 or self.share > 0
+        return self.first > 0 or self.share > 0 or self.last > 0
 
     def firsts(self, lengths: Sequence[int]) -> list[int]:
         """For each item, how many of its first tokens are repaired. lengths: tokens of the items."""
@@ -76,8 +79,9 @@ class Repair(Struct, frozen=True):
 
     def chosen(self, lengths: Sequence[int]) -> int:
         """How many tokens the program chooses. lengths: tokens of the items."""
-        total = sum(lengths)
-        return min(math.ceil(self.share * total), total - sum(self.firsts(lengths)))
+        total, firsts = sum(lengths), self.firsts(lengths)
+        lasts = sum(min(self.last, n - first) for n, first in zip(lengths, firsts, strict=True))
+        return min(lasts + math.ceil(self.share * total), total - sum(firsts))
 
 
 NO_REPAIR = Repair()

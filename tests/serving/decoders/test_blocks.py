@@ -65,7 +65,16 @@ NAIVE = Method(Repair(of_all=True))
 EPIC = Method(Repair(2, of_all=True))
 BLEND = Method(Repair(share=0.3, of_all=True))
 RCLLM = Method(Repair(1, 0.3, of_all=True), "attention")
-METHODS = {"naive": NAIVE, "epic": EPIC, "cacheblend": BLEND, "rcllm": RCLLM}
+ENDS = Method(Repair(1, 0.1, of_all=True, last=1), "attention")
+BLENDED_ENDS = Method(Repair(0, 0.1, of_all=True, last=2))
+METHODS = {
+    "naive": NAIVE,
+    "epic": EPIC,
+    "cacheblend": BLEND,
+    "rcllm": RCLLM,
+    "rcllm, both ends": ENDS,
+    "cacheblend, last two": BLENDED_ENDS,
+}
 
 
 class Request:
@@ -105,6 +114,8 @@ class Request:
         kv = DENSE.run(tokens, position, alone | np.eye(len(tokens), dtype=bool))
         repaired = item & (within < repair.first)
         if repair.share:
+            last = within >= np.array(lengths)[of] - repair.last
+            repaired |= item & last
             may, total = item & ~repaired, int(item.sum())
             worth = self.worth(method.by, tokens, position, plain, kv)
             most = np.argsort(np.where(may, -worth, np.inf), kind="stable")
@@ -145,12 +156,12 @@ class Request:
 
 
 @cache
-def executor(chooses: bool, by: ChosenBy) -> PagedExecutor:
+def executor(chooses: bool, by: ChosenBy, last: int) -> PagedExecutor:
     page_bytes = 8 * CFG.layers * 2 * CFG.kv_heads * CFG.head_dim * 4
     kv = kv_cells(CacheConfig(cell_tokens=4), CFG, "float32", 4, page_bytes)
     made = PagedExecutor(
         CFG, PARAMS, TABLES, (PROFILE,), DevicePool(PAGES, page_bytes), kv, 64, "valid",
-        repair=Repair(1, 0.5 if chooses else 0, True), chosen_by=by, moves=True,
+        repair=Repair(1, 0.5 if chooses else 0, True, last), chosen_by=by, moves=True,
     )  # fmt: skip
     made.warm_up(lambda done, total, label: None)
     return made
@@ -159,7 +170,7 @@ def executor(chooses: bool, by: ChosenBy) -> PagedExecutor:
 class Server(Driven):
     def __init__(self, method: Method, items: int = 16, users: int = 8) -> None:
         self.method = method
-        made = executor(method.repair.share > 0, method.by)
+        made = executor(method.repair.share > 0, method.by, method.repair.last)
         super().__init__(made, PROFILE, "blocks", 120, items, users)
 
     def serve(

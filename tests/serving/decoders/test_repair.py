@@ -287,6 +287,8 @@ def _wait_for(served: Served, name: str) -> None:
     ("settings", "words"),
     [
         (("cache.repair_share=1.5",), "cache.repair_share"),
+        (("cache.repair_last_tokens=1",), "repair_last_tokens: needs cache.repair_share"),
+        (("cache.repair_share=0.5", "cache.repair_last_tokens=-1"), "cache.repair_last_tokens"),
         (("cache.repair_share=0.5", "train.layers=1"), "one layer"),
     ],
 )
