@@ -10,8 +10,9 @@ prompts, to answer by the letter of a place (configs/rcllm_*.py says how, and fo
 the same candidates in the retriever's order, and every difference is of the same requests, with an interval of a paired
 bootstrap over the users, of whom some ask more than once.
 
-- rcllm: r of the candidates' tokens is computed anew; with a second r the titles of the history come from a library
-  of prototypes of titles, but for that share. At r = .3 smaller libraries are measured too.
+- rcllm: r of the candidates' tokens is computed anew, and both ends of each candidate; with a second r the titles of
+  the history come from a library of prototypes of titles, but for that share. At r = .3 smaller libraries are measured
+  too, and what the ends are worth: without either, and alone.
 - epic and cacheblend compute as many token-layers as rcllm does at r = .3. EPIC computes whole tokens, as many of each
   candidate: the next whole number is taken, and one less too. token_layers: computed ones, as a share of the prompts'.
 - counts: a dataset tells something only where full recompute beats the retriever's order beyond the interval, and naive
@@ -88,30 +89,29 @@ class Server(NamedTuple):
 
 def servers(span: int, layers: int, libraries: Mapping[int, str]) -> dict[str, Server]:
     """By name. EPIC and CacheBlend compute as many token-layers of the candidates as RcLLM at r = .3, which computes
-    the first token of each beside; CacheBlend computes the first layer whole. libraries: folders, by
+    both ends of each beside; CacheBlend computes the first layer whole. libraries: folders, by
     the most prototypes that they have; 0: all."""
     blocks = ("cache.policy=blocks", "cache.repair_tokens=0", "cache.repair_share=0")
-    anew = AT + 1 / span
-    first = math.ceil(anew * span)
+    anew = AT + 2 / span
+    as_many = math.ceil(anew * span)
     blend = max(0.0, (layers * anew - 1) / (layers - 1))
-    attention = (
-        "cache.policy=blocks",
-        "cache.repair_tokens=1",
-        f"cache.repair_share={AT}",
-        "cache.repair_by=attention",
-    )
+    by_attention = "cache.policy=blocks", f"cache.repair_share={AT}", "cache.repair_by=attention"
+    first, last = "cache.repair_tokens=1", "cache.repair_last_tokens=1"
+    attention = *by_attention, first, last
     found = {
         "full": Server(("cache.policy=none", *blocks[1:]), {"full": None}),
         "prefix": Server((blocks[0], f"cache.repair_tokens={span}", blocks[2]), {"prefix": None}),
         **{
             f"epic {k}": Server((blocks[0], f"cache.repair_tokens={k}", blocks[2]), {f"epic {k}": None})
-            for k in (first - 1, first)
+            for k in (as_many - 1, as_many)
         },
         "deviation": Server(
             (*blocks[:2], f"cache.repair_share={blend:.3f}", "cache.repair_by=deviation"),
             {"naive": 0.0, f"cacheblend {blend:.2f}": None},
         ),
-        "rcllm": Server(attention, {f"rcllm {share:g}": share for share in SHARES}),
+        "rcllm": Server(attention, {f"rcllm {share:g}": share for share in (0.0, *SHARES)}),
+        "first": Server((*by_attention, first), {f"rcllm {AT:g}, first token": None}),
+        "last": Server((*by_attention, last), {f"rcllm {AT:g}, last token": None}),
     }
     for most, folder in libraries.items():
         of_texts = (*attention, f"cache.library={folder}", "prompt.item={review}{sid}")

@@ -110,16 +110,17 @@ def methods(span: int, hosted: bool = False) -> dict[str, Method]:
     blocks = ("cache.policy=blocks",)
     own, items = HISTORY * span + 2, CANDIDATES * span
 
-    def chosen(share: float, first: int) -> int:
-        return min(items, CANDIDATES * first + math.ceil(share * items))
+    def chosen(share: float, ends: int) -> int:
+        return min(items, CANDIDATES * ends + math.ceil(share * items))
 
     def name(share: float) -> str:
         return f"rcllm {share:g}".replace(" 0.", " .")
 
     epic = 2 * CANDIDATES
-    anew = [chosen(share, 1) for share in SHARES]
-    attention = ("cache.repair_tokens=1", "cache.repair_by=attention", "cache.repair_share=0.3")
-    at = chosen(0.3, 1)
+    anew = [chosen(share, 2) for share in SHARES]
+    ends = "cache.repair_tokens=1", "cache.repair_last_tokens=1"
+    attention = (*ends, "cache.repair_by=attention", "cache.repair_share=0.3")
+    at = chosen(0.3, 2)
     last = {"hosted": Method((*blocks, *attention), {HOSTED: 0.3}, (own + at,), at, True)}
     return {
         "full": Method(("cache.policy=none",), {"full": None}, (own + items,), 0),

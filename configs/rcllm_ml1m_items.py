@@ -23,6 +23,6 @@ def get_config() -> Config:
         "train.item_vectors=runs/data/ml1m_titles_words.npy",
         "train.dropout=0.2",
         "train.max_items=50",
-        "train.steps=4000",
+        "train.steps=2000",
         "train.validation_examples=3000",
     )

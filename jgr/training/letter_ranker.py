@@ -99,6 +99,10 @@ def prompt_text(config: Config, tokenizer: Tokenizer, catalog: Catalog) -> Lette
             f"rank.candidates ({config.rank.candidates}) must be at least 1 + train.negatives, {count}: each has a "
             "letter"
         )
+    if config.train.layers < 2:
+        raise ConfigError(
+            "train.layers: a ranker that learns letters needs two: one finds a candidate, the next copies its letter"
+        )
     plain = plain_ranker.prompt_text(config, tokenizer, catalog, (METHOD,))
     if config.train.lookups and LAST not in plain.instruction:
         raise ConfigError("train.lookups: rank.instruction must have {last}, which names the target there")
@@ -145,7 +149,7 @@ def answers(
     rows, real = weights.output_rows, candidates >= 0
     own = rows[jnp.asarray(plain.own)[jnp.maximum(candidates, 0)]]
     asking, ends = prompts.lengths[:, None] - 1, candidate_ends(plain, prompts, candidates)
-    inner = found.layers[max(model.layers - 2, 0)]
+    inner = found.layers[model.layers - 2]
     inner_asking, inner_ends = at(inner, asking), at(inner, ends)
     normed_asking, normed_ends = (
         rms_norm(x, weights.norm, model.norm_eps) for x in (inner_asking, inner_ends)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -98,7 +99,7 @@ def test_every_method_ranks_end_to_end(tmp_path: Path, monkeypatch: pytest.Monke
     rng, n = np.random.default_rng(1), 40
     words = ["red", "blue", "shoe", "lamp", "old", "new", "long", "pipe"]
     names = [str(row) for row in range(n)]
-    metadata = [{"title": " ".join(rng.choice(words, rng.integers(2, 5)))} for _ in names]
+    metadata = [{"title": " ".join(rng.choice(words, rng.integers(4, 7)))} for _ in names]
     catalog = Catalog.build(names, [[f"<a_{row}>"] for row in range(n)], metadata)
     lines = [json.dumps({"item_id": x, "metadata": y}) for x, y in zip(names, metadata, strict=True)]
     (tmp_path / "items.jsonl").write_text("\n".join(lines) + "\n")
@@ -108,11 +109,11 @@ def test_every_method_ranks_end_to_end(tmp_path: Path, monkeypatch: pytest.Monke
         Config(), "train.model=ranker", "train.layouts=causal", f"train.out={tmp_path}/ranker",
         f"model.path={tmp_path}/ranker", f"model.compilation_cache={tmp_path}/xla", "data.kind=prepared",
         f"data.path={tmp_path}", "prompt.template=<bos>{history}", "prompt.item={title}{sid}", "prompt.max_items=4",
-        "prompt.review_tokens=12", "rank.method=list_letter", "rank.item={title}{sid}", "rank.item_span=4",
-        "rank.instruction=<sid>{last}", "rank.requests=1", "rank.tokens=256", "rank.context=256",
+        "prompt.review_tokens=12", "rank.method=list_letter", "rank.item={title}{sid}", "rank.item_span=7",
+        "rank.instruction=<sid>{last}", "rank.requests=1", "rank.tokens=384", "rank.context=256",
         "rank.candidates=20", "cache.device_mb=8", "beam.width=1", "profiles.batch=1", "profiles.tokens=96",
         "profiles.widths=1", "profiles.candidates=1", "train.negatives=19", "train.max_items=4", "train.batch=8",
-        "train.steps=1", "train.hidden=32", "train.layers=2", "train.mlp=32", "batching.max_tokens=256",
+        "train.steps=1", "train.hidden=32", "train.layers=2", "train.mlp=32", "batching.max_tokens=384",
     )  # fmt: skip
     train_ranker(config, dataset)
     monkeypatch.setattr(rcllm_accuracy, "RESAMPLES", 50)
@@ -132,8 +133,11 @@ def test_every_method_ranks_end_to_end(tmp_path: Path, monkeypatch: pytest.Monke
     }  # fmt: skip
     assert methods["prefix"]["kendall_tau"] == methods["full"]["kendall_tau"] == 1
     assert claimed[0].value == 1 and methods["prefix"]["approximate_share"] == 0
-    shares = [methods[name]["approximate_share"] for name in ("rcllm 0.5", "rcllm 0.3", "rcllm 0.1", "naive")]
-    assert 0 < shares[0] < shares[1] < shares[2] < shares[3]
+    names = "rcllm 0.5", "rcllm 0.3", "rcllm 0.3, last token", "rcllm 0.1", "rcllm 0", "naive"
+    shares = [methods[name]["approximate_share"] for name in names]
+    assert 0 < shares[0] and all(fewer < more for fewer, more in itertools.pairwise(shares)), shares
+    same = methods["rcllm 0.3, first token"]["approximate_share"]
+    assert same == shares[2]
     assert methods["rcllm 0.3/0.3"]["approximate_share"] > shares[1], (
         "the history's titles come from the library"
     )

@@ -187,6 +187,7 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     for setting, words in (
         ("rank.candidates=3", r"rank\.candidates \(3\) must be at least 1 \+ train\.negatives, 4"),
         ("rank.letters=l", r"rank\.letters: must have \{n\}"),
+        ("train.layers=1", r"train\.layers: a ranker that learns letters needs two"),
         ("train.lookups=2", r"train\.lookups must be at most 1, not 2"),
         ("rank.label=<sid>", r"rank\.label: must have \{n\}"),
         ("rank.label=<l_{n}>{title}", r"rank\.label: unknown placeholder \{title\}"),
