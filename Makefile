@@ -86,12 +86,12 @@ ON_JAX := tests/ops \
 	tests/models/test_lru_rec.py::test_the_losses_are_the_full_and_the_sampled_softmax \
 	tests/models/test_checkpoint.py \
 	tests/serving/decoders/test_paged_executor.py::test_cold_warm_and_partly_cached_score_the_same \
-	tests/serving/decoders/test_paged_executor.py::test_no_program_copies_the_pool \
+	tests/serving/decoders/test_pool_and_programs.py::test_no_program_copies_the_pool \
 	tests/serving/scorers/test_executors.py \
 	tests/serving/decoders/test_model_server.py::test_a_second_start_reads_its_programs_from_disk \
 	tests/training/test_trainer.py::test_a_trained_folder_is_served_and_has_learnt_the_rule \
 	tests/training/test_ranker.py::test_the_loss_is_that_of_the_target_among_the_candidates_and_of_every_next_item \
-	tests/training/test_progress.py::test_a_disk_that_fills_up_ends_a_run_that_goes_on_later \
+	tests/training/test_going_on.py::test_a_disk_that_fills_up_ends_a_run_that_goes_on_later \
 	tests/training/test_rq_vae.py \
 	tests/tools/test_shared_stage.py
 

@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From raw files to a prepared folder and back: values, refusals, interruptions, damage."""
+"""From raw files to a prepared folder and back: values and refusals."""
 
 from __future__ import annotations
 
 import gzip
-import hashlib
 import json
 import re
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,15 +15,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import jgr.data.preparation.prepare as pipeline
 from jgr.catalog.catalog import Catalog, CatalogError, save_catalog
-from jgr.config import DataConfig, UserError
+from jgr.config import DataConfig
 from jgr.data.datasets import load_dataset
 from jgr.data.interactions import DataError, Examples, leave_one_out, load_minionerec
-from jgr.data.preparation import reading
 from jgr.data.preparation.prepare import Options, prepare
 from jgr.data.prepared import Arrays, Prepared, load_prepared
 from jgr.prompt.tokens import Tokenizer
+from tests.data.preparation.rows import LOG, log_options, write_rows
 
 # user, item, time and split; written in this order.
 ROWS: list[tuple[str, str, int, str]] = [
@@ -40,18 +37,9 @@ ROWS: list[tuple[str, str, int, str]] = [
 ]
 
 
-def _raw(
-    folder: Path, rows: Sequence[tuple[Any, ...]], fields: str = "user_id item_id timestamp split"
-) -> Path:
-    folder.mkdir(exist_ok=True)
-    lines = [json.dumps(dict(zip(fields.split(), row, strict=False))) + "\n" for row in rows]
-    (folder / "interactions.jsonl").write_text("".join(lines))
-    return folder
-
-
 @pytest.fixture
 def options(tmp_path: Path) -> Options:
-    return Options("generic", _raw(tmp_path / "raw", ROWS), tmp_path / "out")
+    return Options("generic", write_rows(tmp_path / "raw", ROWS), tmp_path / "out")
 
 
 def _named(prepared: Prepared, examples: Examples) -> list[tuple[str, list[str], str]]:
@@ -78,9 +66,6 @@ def test_leave_one_out_orders_by_time(options: Options) -> None:
     assert _named(prepared, data.test) == [("ann", ["jam", "nut"], "tea"), ("bob", ["jam", "tea"], "nut")]
 
 
-LOG = [(f"u{i % 3}", f"i{(i * i) % 5}", i) for i in range(20)]
-
-
 @given(st.lists(st.lists(st.integers(0, 6), min_size=1, max_size=7), min_size=1, max_size=6))
 @settings(max_examples=40, deadline=None)
 def test_leave_one_out_equals_the_function_in_memory(
@@ -89,7 +74,7 @@ def test_leave_one_out_equals_the_function_in_memory(
     sequences = [*sequences, [0, 1, 2, 3]]
     folder = tmp_path_factory.mktemp("p")
     rows = [(f"u{user}", item) for user, sequence in enumerate(sequences) for item in sequence]
-    prepare(Options("generic", _raw(folder / "raw", rows), folder / "out"))
+    prepare(Options("generic", write_rows(folder / "raw", rows), folder / "out"))
     prepared = load_prepared(folder / "out")
     row = {item_id: row for row, item_id in enumerate(prepared.item_ids)}
     expected = leave_one_out([[row[str(item)] for item in sequence] for sequence in sequences])
@@ -103,7 +88,7 @@ def test_leave_one_out_equals_the_function_in_memory(
 
 
 def test_time_split_parts_at_the_quantiles(tmp_path: Path) -> None:
-    options = Options("generic", _raw(tmp_path / "raw", LOG), tmp_path / "out", split="time")
+    options = Options("generic", write_rows(tmp_path / "raw", LOG), tmp_path / "out", split="time")
     prepare(options)
     prepared = load_prepared(options.out)
     # Of 20 times, 16 is the 80 % and 18 the 90 % quantile.
@@ -118,7 +103,7 @@ def test_time_split_parts_at_the_quantiles(tmp_path: Path) -> None:
 
 def test_equal_times_are_not_parted(tmp_path: Path) -> None:
     log = [(user, f"{item} {time}", min(time, 16)) for user, item, time in LOG]
-    options = Options("generic", _raw(tmp_path / "raw", log), tmp_path / "out", split="time")
+    options = Options("generic", write_rows(tmp_path / "raw", log), tmp_path / "out", split="time")
     with pytest.raises(DataError, match="leaves no valid example"):
         prepare(options)
 
@@ -139,7 +124,7 @@ def test_given_split_follows_the_source(options: Options) -> None:
 @pytest.mark.parametrize("fields", ["user_id item_id timestamp split", "user_id item_id skipped split"])
 def test_a_given_split_that_leaks_is_refused(tmp_path: Path, fields: str) -> None:
     rows = [("ann", "jam", 1, "train"), ("ann", "tea", 2, "test"), ("ann", "nut", 3, "train")]
-    options = Options("generic", _raw(tmp_path / "raw", rows, fields), tmp_path / "out", split="given")
+    options = Options("generic", write_rows(tmp_path / "raw", rows, fields), tmp_path / "out", split="given")
     with pytest.raises(
         DataError, match="user 'ann': the split leaks: an event of train comes after one of test"
     ):
@@ -205,7 +190,7 @@ def test_arrays_that_do_not_fit_are_refused(changes: dict[str, Any], message: st
 def test_filters_run_until_nothing_changes(tmp_path: Path) -> None:
     # "x" leaves for lack of users; then u1 has too few events; then "y" has too few users.
     events = {"u0": "abcd", "u1": "axy", "u2": "abcdy"}
-    raw = _raw(tmp_path / "raw", [(user, item) for user, items in events.items() for item in items])
+    raw = write_rows(tmp_path / "raw", [(user, item) for user, items in events.items() for item in items])
     options = Options("generic", raw, tmp_path / "out", min_user=3, min_item=2)
     counts = prepare(options)[0]["counts"]
     prepared = load_prepared(options.out)
@@ -214,10 +199,6 @@ def test_filters_run_until_nothing_changes(tmp_path: Path) -> None:
     assert counts == counts | {"users": 2, "items": 4, "interactions": 8, "train": 2, "valid": 2, "test": 2}
     with pytest.raises(DataError, match="no event is left"):
         prepare(replace(options, min_user=9, out=tmp_path / "none"))
-
-
-def _log(folder: Path) -> Options:
-    return Options("generic", _raw(folder / "raw", LOG), folder / "out")
 
 
 @pytest.mark.parametrize(
@@ -230,14 +211,14 @@ def _log(folder: Path) -> Options:
     ],
 )
 def test_bad_items_are_refused(tmp_path: Path, items: str, message: str) -> None:
-    options = _log(tmp_path)
+    options = log_options(tmp_path)
     (options.raw / "items.jsonl").write_text(items)
     with pytest.raises(DataError, match=message):
         prepare(options)
 
 
 def test_metadata_follows_the_items(tmp_path: Path) -> None:
-    options = _log(tmp_path)
+    options = log_options(tmp_path)
     names = ["i4", "i0", "unused", "i1"]
     (options.raw / "items.jsonl").write_text(
         "".join(json.dumps({"item_id": n, "t": n}) + "\n" for n in names)
@@ -262,11 +243,11 @@ def test_metadata_follows_the_items(tmp_path: Path) -> None:
 )
 def test_events_that_cannot_be_used(tmp_path: Path, rows: list[tuple[Any, ...]], message: str) -> None:
     with pytest.raises(DataError, match=message):
-        prepare(Options("generic", _raw(tmp_path / "raw", rows), tmp_path / "out"))
+        prepare(Options("generic", write_rows(tmp_path / "raw", rows), tmp_path / "out"))
 
 
 def test_truncated_gzip_is_refused(tmp_path: Path) -> None:
-    options = _log(tmp_path)
+    options = log_options(tmp_path)
     plain = options.raw / "interactions.jsonl"
     packed = gzip.compress(plain.read_bytes())
     plain.unlink()
@@ -287,11 +268,11 @@ def test_truncated_gzip_is_refused(tmp_path: Path) -> None:
 )
 def test_options_that_cannot_be(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
-        prepare(replace(_log(tmp_path), **changes))
+        prepare(replace(log_options(tmp_path), **changes))
 
 
 def test_time_split_needs_times(tmp_path: Path) -> None:
-    raw = _raw(tmp_path / "raw", [row[:2] for row in LOG])
+    raw = write_rows(tmp_path / "raw", [row[:2] for row in LOG])
     with pytest.raises(DataError, match="give no times"):
         prepare(Options("generic", raw, tmp_path / "out", split="time"))
 
@@ -326,159 +307,8 @@ def test_damaged_json_sequences_are_refused(tmp_path: Path, text: str, message: 
         prepare(Options("amazon-instruments", tmp_path, tmp_path / "out"))
 
 
-def _tree(folder: Path) -> dict[str, bytes]:
-    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
-
-
-def test_again_is_nothing_to_do_and_other_inputs_are_refused(tmp_path: Path) -> None:
-    options = _log(tmp_path)
-    prepare(options)
-    before = _tree(options.out)
-    assert set(before) == {"items.jsonl", "users.jsonl", "interactions.npz", "manifest.json"}
-    assert prepare(options)[1] is False
-    assert _tree(options.out) == before
-    with pytest.raises(UserError, match="other parameters: --overwrite replaces it, or give another --out"):
-        prepare(replace(options, min_item=2))
-    _raw(options.raw, LOG[:-1])
-    with pytest.raises(UserError, match="a dataset of other files"):
-        prepare(options)
-    assert _tree(options.out) == before
-
-
-def test_manifest_names_inputs_and_outputs_by_hash(tmp_path: Path) -> None:
-    options = _log(tmp_path)
-    manifest, _ = prepare(options)
-    assert json.loads((options.out / "manifest.json").read_text()) == manifest
-    for folder, records in ((options.raw, manifest["inputs"]), (options.out, manifest["outputs"])):
-        for name, entry in records.items():
-            content = (folder / name).read_bytes()
-            assert entry == {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    assert manifest["parameters"] == {
-        "source": "generic",
-        "split": "leave_one_out",
-        "min_user": 0,
-        "min_item": 0,
-        "bpe_vocab": 0,
-        "columns": True,
-    }
-
-
-class _Killed(BaseException):
-    """Stands for the end of the process at any write."""
-
-
-@pytest.mark.parametrize("survived", range(10))
-def test_a_run_that_ends_anywhere_is_continued(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, survived: int
-) -> None:
-    options = _log(tmp_path)
-    whole = replace(options, out=tmp_path / "whole")
-    prepare(whole)
-    writes = 0
-    write = pipeline.writing
-
-    def failing(path: Path, error: type[UserError]) -> Any:
-        nonlocal writes
-        writes += 1
-        if writes > survived:
-            raise _Killed
-        return write(path, error)
-
-    for module in (pipeline, reading):
-        monkeypatch.setattr(module, "writing", failing)
-    # Four files, then three, and a marker for each of the two stages; the tenth write is the manifest.
-    with pytest.raises(_Killed):
-        prepare(options)
-    with pytest.raises(DataError, match="did not finish"):
-        load_prepared(options.out)
-    for module in (pipeline, reading):
-        monkeypatch.setattr(module, "writing", write)
-    (options.out / ".items.jsonl.1.partial").write_text("half")
-    reads = 0
-    read = reading.read
-
-    def counting(*arguments: Any) -> None:
-        nonlocal reads
-        reads += 1
-        read(*arguments)
-
-    monkeypatch.setattr(reading, "read", counting)
-    prepare(options)
-    assert reads == (survived < 5)
-    assert _tree(options.out) == _tree(whole.out)
-
-
-def test_a_stage_of_other_inputs_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = _log(tmp_path)
-    with monkeypatch.context() as patched:
-        patched.setattr(pipeline, "_write", lambda *_: (_ for _ in ()).throw(_Killed()))
-        with pytest.raises(_Killed):
-            prepare(options)
-    assert (options.out / ".work" / "read.json").exists()
-    _raw(options.raw, LOG[:12])
-    assert prepare(options)[0]["counts"]["interactions"] == 12
-
-
-DAMAGE = [
-    ("items.jsonl", lambda content: content[:-5], "has .* bytes, the manifest says"),
-    ("users.jsonl", lambda content: content.replace(b"u0", b"u9"), "its content is not what the manifest"),
-    ("interactions.npz", lambda content: content[:200] + b"x" + content[201:], "its content is not"),
-    ("interactions.npz", None, "is missing"),
-    ("manifest.json", lambda content: content[:-9], "not JSON"),
-    ("manifest.json", lambda content: b"[]", "not a manifest of format 1"),
-    (
-        "manifest.json",
-        lambda content: content.replace(b'"format": 1', b'"format": 2'),
-        "not a manifest of format",
-    ),
-    ("manifest.json", lambda content: content.replace(b"users.jsonl", b"../x.jsonl_"), "outputs must be"),
-    ("manifest.json", lambda content: content.replace(b'"sha256"', b'"sha257"'), "outputs: "),
-]
-
-
-@pytest.mark.parametrize(("name", "damage", "message"), DAMAGE)
-def test_a_damaged_folder_is_never_loaded(tmp_path: Path, name: str, damage: Any, message: str) -> None:
-    options = _log(tmp_path)
-    prepare(options)
-    path = options.out / name
-    content = path.read_bytes()
-    path.unlink()
-    if damage:
-        path.write_bytes(damage(content))
-        assert path.read_bytes() != content
-    with pytest.raises(DataError, match=f"{re.escape(str(path))}: .*{message}"):
-        load_prepared(options.out)
-    if name != "manifest.json":
-        assert prepare(options)[1]
-        assert path.read_bytes() == content
-
-
-def test_an_npz_that_is_not_ours_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = _log(tmp_path)
-    prepare(options)
-    path = options.out / "interactions.npz"
-    good = dict(np.load(path))
-    # The hashes agree in all of these.
-    monkeypatch.setattr("jgr.data.prepared.first_difference", lambda *_: None)
-    for changes, message in [
-        ({"rows": good["rows"].astype(np.float32)}, "rows is float32"),
-        ({"train": good["train"][:3]}, r"train is int64 \(3, "),
-        ({"more": good["rows"]}, "holds other arrays"),
-        ({"test": good["test"][[0, 1, 3, 2]] + [[0], [0], [1], [0]]}, "the split leaks"),
-    ]:
-        np.savez(path, **(good | changes))
-        with pytest.raises(DataError, match=f"{re.escape(str(path))}: .*{message}"):
-            load_prepared(options.out)
-    path.write_bytes(b"PK\x03\x04 and no more")
-    with pytest.raises(DataError, match="is damaged"):
-        load_prepared(options.out)
-    np.savez(path, **(good | {"times": np.array([{}], object)}))  # would have to be unpickled
-    with pytest.raises(DataError, match="is damaged"):
-        load_prepared(options.out)
-
-
 def test_title_tokenizer_gives_titles_back(tmp_path: Path) -> None:
-    options = replace(_log(tmp_path), bpe_vocab=320)
+    options = replace(log_options(tmp_path), bpe_vocab=320)
     titles = {f"i{i}": f"naïve tea tea teapot {i}" for i in (0, 1, 4)}
     lines = [json.dumps({"item_id": item_id, "title": title}) + "\n" for item_id, title in titles.items()]
     (options.raw / "items.jsonl").write_text("".join(lines))
@@ -498,7 +328,7 @@ def test_title_tokenizer_gives_titles_back(tmp_path: Path) -> None:
 
 
 def test_dataset_needs_semantic_ids_of_these_items(tmp_path: Path) -> None:
-    options = _log(tmp_path)
+    options = log_options(tmp_path)
     prepare(options)
     config = DataConfig(kind="prepared", path=str(options.out))
     with pytest.raises(DataError, match="run jgr ids"):
@@ -519,7 +349,7 @@ def test_dataset_needs_semantic_ids_of_these_items(tmp_path: Path) -> None:
 def test_a_catalog_that_describes_items_otherwise_is_warned_of(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    options = _log(tmp_path)
+    options = log_options(tmp_path)
     lines = [json.dumps({"item_id": f"i{row}", "title": f"Item {row}", "price": 1.5}) for row in range(5)]
     (options.raw / "items.jsonl").write_text("".join(line + "\n" for line in lines))
     prepare(options)

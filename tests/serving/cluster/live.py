@@ -7,20 +7,30 @@ import json
 import signal
 import socket
 import subprocess
+import threading
 import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pytest
 import urllib3
 from prometheus_client.parser import text_string_to_metric_families
 
 import jgr
 from tests.serving.fakes import PATIENCE_S
 from tests.serving.http.test_tracing import Collector
+from tests.serving.tiny_model import N_ITEMS
 
 KEY = "key-of-the-tests"
+LONG_S = 300.0
+"""A replica that starts compiles."""
+IDS = [f"B{row:03}" for row in range(N_ITEMS)]
+HISTORIES = [np.random.default_rng(seed).choice(IDS, 2 + seed % 7).tolist() for seed in range(24)]
 
 
 @dataclass
@@ -77,6 +87,57 @@ class Fleet:
             while b"\r\n\r\n" not in answer and (more := connection.recv(65536)):
                 answer += more
         return answer
+
+
+@dataclass
+class Load:
+    """Clients that ask on and on, and what they got."""
+
+    fleet: Fleet
+    expected: Mapping[str, Sequence[dict[str, float]]]
+    """Scores by the version of the catalog that an answer names."""
+    statuses: Counter[str] = field(default_factory=Counter)
+    wrong: list[Any] = field(default_factory=list)
+    versions: Counter[str] = field(default_factory=Counter)
+    catalogs: Counter[str] = field(default_factory=Counter)
+
+    def __enter__(self) -> Load:
+        self._stop = threading.Event()
+        self._threads = [threading.Thread(target=self._go, args=(number,)) for number in range(6)]
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(PATIENCE_S)
+
+    def _go(self, number: int) -> None:
+        at = number
+        while not self._stop.is_set():
+            at = (at + 5) % len(HISTORIES)
+            status, body = self.fleet.ask("POST", "/v1/recommend", {"history": HISTORIES[at], "top_k": 5})
+            self.statuses[str(status)] += 1
+            answer = json.loads(body)
+            if status != 200:
+                self.wrong.append(answer)
+                continue
+            self.versions[answer["model"]] += 1
+            found = {item["item_id"]: item["score"] for item in answer["items"]}
+            self.catalogs[answer["catalog_version"]] += 1
+            expected = self.expected.get(answer["catalog_version"])
+            if self.expected and (expected is None or found != pytest.approx(expected[at], abs=1e-4)):
+                self.wrong.append((at, found))
+
+    def until(self, holds: Callable[[], bool]) -> None:
+        """Go on until it holds, and some requests more."""
+        ends_s = time.monotonic() + LONG_S
+        while not holds():
+            assert time.monotonic() < ends_s, (self.statuses, self.wrong[:3])
+        enough = sum(self.statuses.values()) + 60
+        while sum(self.statuses.values()) < enough:
+            assert time.monotonic() < ends_s, (self.statuses, self.wrong[:3])
 
 
 def whole_answer(client: socket.socket) -> bytes:

@@ -16,13 +16,11 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +35,12 @@ from jgr.models import manifest
 from jgr.placement.items import Items, Workers, expected_bytes, hash_items
 from jgr.traffic.view import View
 from tests.serving.cluster.live import (
+    HISTORIES,
+    IDS,
     KEY,
+    LONG_S,
     Fleet,
+    Load,
     ended_by_a_signal,
     names,
     pids,
@@ -49,16 +51,12 @@ from tests.serving.cluster.live import (
 from tests.serving.decoders.test_cached_server import make_config as make_ranker
 from tests.serving.fakes import PATIENCE_S
 from tests.serving.http.test_tracing import Collector, attributes
-from tests.serving.tiny_model import N_ITEMS, as_lines, make_catalog, make_folder, shuffled_catalog
+from tests.serving.tiny_model import as_lines, make_catalog, make_folder, shuffled_catalog
 
 pytestmark = pytest.mark.ray
 
-LONG_S = 300.0
-"""A replica that starts compiles."""
 RUN = "import sys; from jgr.cli.main import run; sys.exit(run())"
 ROOT = Path(__file__).resolve().parents[3]
-IDS = [f"B{row:03}" for row in range(N_ITEMS)]
-HISTORIES = [np.random.default_rng(seed).choice(IDS, 2 + seed % 7).tolist() for seed in range(24)]
 CANDIDATES = ["i1", "i2", "i3"]
 SLOW = "key-with-a-rate."
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -385,57 +383,6 @@ def test_a_request_is_traced_through_the_front_into_the_replica(fleet: Fleet) ->
     assert told["jgr.attempt"] in (0, 1)
     instances = {resource.get("service.instance.id") for resource in fleet.collector.resources}
     assert {told["jgr.replica"], told["jgr.front"]} <= instances
-
-
-@dataclass
-class Load:
-    """Clients that ask on and on, and what they got."""
-
-    fleet: Fleet
-    expected: Mapping[str, Sequence[dict[str, float]]]
-    """Scores by the version of the catalog that an answer names."""
-    statuses: Counter[str] = field(default_factory=Counter)
-    wrong: list[Any] = field(default_factory=list)
-    versions: Counter[str] = field(default_factory=Counter)
-    catalogs: Counter[str] = field(default_factory=Counter)
-
-    def __enter__(self) -> Load:
-        self._stop = threading.Event()
-        self._threads = [threading.Thread(target=self._go, args=(number,)) for number in range(6)]
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._stop.set()
-        for thread in self._threads:
-            thread.join(PATIENCE_S)
-
-    def _go(self, number: int) -> None:
-        at = number
-        while not self._stop.is_set():
-            at = (at + 5) % len(HISTORIES)
-            status, body = self.fleet.ask("POST", "/v1/recommend", {"history": HISTORIES[at], "top_k": 5})
-            self.statuses[str(status)] += 1
-            answer = json.loads(body)
-            if status != 200:
-                self.wrong.append(answer)
-                continue
-            self.versions[answer["model"]] += 1
-            found = {item["item_id"]: item["score"] for item in answer["items"]}
-            self.catalogs[answer["catalog_version"]] += 1
-            expected = self.expected.get(answer["catalog_version"])
-            if self.expected and (expected is None or found != pytest.approx(expected[at], abs=1e-4)):
-                self.wrong.append((at, found))
-
-    def until(self, holds: Callable[[], bool]) -> None:
-        """Go on until it holds, and some requests more."""
-        ends_s = time.monotonic() + LONG_S
-        while not holds():
-            assert time.monotonic() < ends_s, (self.statuses, self.wrong[:3])
-        enough = sum(self.statuses.values()) + 60
-        while sum(self.statuses.values()) < enough:
-            assert time.monotonic() < ends_s, (self.statuses, self.wrong[:3])
 
 
 def test_what_is_shown_does_not_wait_for_a_replica_that_hangs(fleet: Fleet, alone: jgr.Engine) -> None:

@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import signal
-import subprocess
-import sys
 import threading
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,74 +19,31 @@ import pytest
 
 import jgr
 from jgr.catalog.catalog import load_catalog
-from jgr.cli import kv
-from jgr.config import ConfigError, UserError, override
-from jgr.models import manifest
-from jgr.models.manifest import folder_config
+from jgr.config import UserError
 from jgr.placement.items import ItemPlacement, expected_bytes
-from jgr.placement.kv_folder import KvFolder
 from jgr.placement.landing import TransportError
 from jgr.placement.shared_items import Block, block_of
 from jgr.placement.transport import Peer
 from jgr.placement.worker import item_name
 from jgr.serving.cluster.hints import Hint
 from jgr.serving.cluster.placements import BURST_S
-from jgr.serving.cluster.record import NoOthers, Record
-from tests.serving.cluster.local import LocalFleet, LocalReplica
-from tests.serving.decoders.test_cached_server import N_ITEMS, make_config
-
-ROOT = Path(__file__).resolve().parents[3]
-KILLED = """
-import os, signal
-from jgr.placement.kv_folder import KvBuilder
-def add(self, blocks, add=KvBuilder.add, left=[1]):
-    if not left:
-        self._blocks.write(b"half")
-        self._blocks.flush()
-        os.kill(os.getpid(), signal.SIGKILL)
-    left.pop()
-    add(self, blocks)
-KvBuilder.add = add
-from jgr.cli.main import run
-run()
-"""
-IDS = [f"i{row}" for row in range(N_ITEMS)]
-HISTORY = ["i3", "i5", "i8"]
-SETTINGS = (
-    "cache.policy=item",
-    "cache.shadow=0",
-    "cache.item_share=0.5",
-    "rank.requests=2",
-    "profiles.batch=1",
-    "fleet.items_mb=0.25",
-    "fleet.fetched_mb=0.05",
-    "fleet.fetch=always",
-    "fleet.fetch_ms=60000",
+from tests.serving.cluster.local import LocalFleet
+from tests.serving.cluster.sharing import (
+    HISTORY,
+    IDS,
+    SETTINGS,
+    Reference,
+    item_bytes,
+    scores,
+    served,
+    write_ranker,
 )
+from tests.serving.decoders.test_cached_server import N_ITEMS
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model") / "ranker"
-    cache = tmp_path_factory.mktemp("programs")
-    config = make_config(folder, *SETTINGS, f"model.compilation_cache={cache}")
-    manifest.write(folder, config, load_catalog(folder / "catalog.jsonl"))
-    return folder
-
-
-class Reference:
-    """One engine without a cache."""
-
-    def __init__(self, folder: Path) -> None:
-        self._engine = jgr.Engine(str(folder), [*SETTINGS[1:], "cache.policy=none"], ["rank"])
-
-    def __call__(self, rows: Sequence[int]) -> Any:
-        answer = self._engine.rank(HISTORY, [IDS[row] for row in rows], layout="item_prefix")
-        assert answer.usage.cached_tokens == 0
-        return pytest.approx({item.item_id: item.score for item in answer.items}, abs=1e-4)
-
-    def close(self) -> None:
-        self._engine.close()
+    return write_ranker(tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
@@ -100,33 +54,10 @@ def alone(folder: Path) -> Iterator[Reference]:
     reference.close()
 
 
-def scores(answer: Any) -> dict[str, float]:
-    return {item["item_id"]: item["score"] for item in answer["items"]}
-
-
-def served(
-    folder: Path, settings: Sequence[str], run: Callable[[LocalFleet], Awaitable[None]], count: int = 2
-) -> None:
-    async def whole() -> None:
-        fleet = LocalFleet(folder, [*SETTINGS, *settings], count)
-        try:
-            await fleet.start()
-            await run(fleet)
-        finally:
-            await fleet.close()
-
-    asyncio.run(whole())
-
-
 def placement_of(fleet: LocalFleet) -> ItemPlacement:
     placement = fleet.placements.placement
     assert placement is not None
     return placement
-
-
-async def item_bytes(fleet: LocalFleet, name: str, purpose: str) -> int:
-    found = await fleet.series(name, "jgr_fleet_item_bytes_total")
-    return round(sum(value for labels, value in found.items() if purpose in labels))
 
 
 class Broken:
@@ -424,83 +355,6 @@ def test_what_cannot_share_its_items_is_told_at_the_start(
 ) -> None:
     with pytest.raises(UserError, match=says):
         asyncio.run(LocalFleet(folder, [*SETTINGS, "fleet.items=hash", *settings]).start())
-
-
-@pytest.fixture(scope="module")
-def built(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder of all items' keys and values, whose build was killed in the middle of a block and begun again."""
-    out = tmp_path_factory.mktemp("kv") / "kv"
-    settings = [f"--set={setting}" for setting in SETTINGS]
-    command = [sys.executable, "-c", KILLED, "kv", "build", str(folder), f"--out={out}", *settings]
-    killed = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
-    assert (out / "blocks.bin").read_bytes().endswith(b"half")
-    report = asyncio.run(kv.build(override(folder_config(str(folder)), *SETTINGS), out))
-    assert report["items"] == N_ITEMS and 0 < report["new"] < N_ITEMS, "what was there was not built again"
-    yield out
-
-
-def test_what_was_built_ahead_is_what_the_engine_computes(folder: Path, built: Path) -> None:
-    """The keys and values of the files, as numbers, beside those that stand in the engine's cache after a request."""
-
-    async def run(fleet: LocalFleet) -> None:
-        from jgr.serving.decoders.caching import identity
-        from jgr.serving.decoders.item_blocks import compute
-
-        engine = fleet.replicas["a"].models.deployments[0].engine
-        caching = engine.served.caching
-        found = KvFolder(built, identity(engine.info.version.rpartition("@")[2], caching.kv))
-        assert len(found) == N_ITEMS
-        for at in range(0, N_ITEMS, 7):
-            rows = list(range(at, min(at + 7, N_ITEMS)))
-            computed = await compute(engine, rows)
-            assert list(computed) == rows
-            for row in rows:
-                block = found.read(caching.segments.content(row).digest)
-                assert block is not None
-                ours, theirs = (each.words.view(np.float32) for each in (block, computed[row]))
-                assert np.abs(ours).max() > 0.1
-                np.testing.assert_allclose(ours, theirs, atol=1e-5)
-
-    served(folder, [], run, count=1)
-
-
-def test_a_replica_with_a_folder_is_warm_at_once(folder: Path, built: Path, alone: Reference) -> None:
-    async def run(fleet: LocalFleet) -> None:
-        for name, ready in (("a", False), ("b", True)):
-            if ready:
-                assert await fleet.placements.look()
-            answer = await fleet.rank(name, HISTORY, IDS[:6])
-            assert scores(answer) == alone(range(6))
-            assert answer["usage"]["cached_tokens"] == 12, "nothing is computed that is in the folder"
-        assert await item_bytes(fleet, "a", "placement") == 0
-
-    served(folder, ["fleet.items=hash", f"fleet.kv={built}"], run)
-
-
-def test_a_replica_that_comes_later_does_without_a_folder_that_is_gone(
-    folder: Path, alone: Reference
-) -> None:
-    class Serving(NoOthers):
-        async def record(self, source: str) -> Record:
-            return Record(source, number=1)
-
-    async def run() -> None:
-        fleet = LocalFleet(folder, [*SETTINGS, "fleet.items=hash", "fleet.kv=/nowhere"], 1)
-        fleet.replicas["a"] = LocalReplica(fleet.source, "a", Serving())
-        await fleet.start()
-        assert scores(await fleet.rank("a", HISTORY, IDS[:6])) == alone(range(6))
-        await fleet.close()
-
-    asyncio.run(run())
-
-
-def test_a_folder_of_other_cells_is_refused(folder: Path, built: Path) -> None:
-    with pytest.raises(UserError, match="of another model, or of other cells"):
-        settings = [*SETTINGS, "fleet.items=hash", f"fleet.kv={built}", "cache.cell_tokens=4"]
-        asyncio.run(LocalFleet(folder, settings, 1).start())
-    with pytest.raises(ConfigError, match=r"fleet\.alpha"):
-        LocalFleet(folder, ["fleet.alpha=2"], 1)
 
 
 def test_a_change_of_catalog_places_items_anew(folder: Path) -> None:

@@ -27,7 +27,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from jgr.serving.http import listener
 from tests.serving.fakes import PATIENCE_S, LiveServer
 from tests.serving.http.test_http import CHUNKED, ROOT, read_replies, recommend
-from tests.serving.http.test_overload import JGR
+from tests.serving.http.test_process import JGR
 from tests.serving.versions.test_catalog_changes import BODY_OF_UPLOAD, Rebuilds
 from tests.serving.versions.test_reload import ADMIN, BODY, Versions
 

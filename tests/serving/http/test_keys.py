@@ -20,7 +20,7 @@ from jgr.serving.http.keys import Caller, KeyEntry, Keys, _require_once, read_ke
 from jgr.serving.http.server import Visit
 from jgr.serving.policies.quotas import Places
 from tests.serving.fakes import PATIENCE_S, LiveServer, Pending, Reply, make_config
-from tests.serving.http.test_overload import process
+from tests.serving.http.test_process import process
 
 BODY = {"history": ["a"], "top_k": 1}
 ADA, BOB, ROOT = "ada-has-this-key", "bob-has-that-key", "root-has-this-key"
