@@ -34,4 +34,6 @@ def get_config() -> Config:
         f"train.out={OUT}",
         "train.max_items=20",
         "train.validation_examples=3000",
+        "train.distill=1",
+        "train.steps=1200",
     )

@@ -23,6 +23,11 @@ Place, which and match are read off the layer before the last one. Answer and co
 before that there is nothing to answer with, and what a model learns of guessing is in the way. A share of the prompts
 (train.lookups) names the target itself, so that only its letter is asked: that is learnt first.
 
+In the others train.distill puts the softmax of the next item among the candidates in place of the target, as far as it
+says: so the ranker answers what it expects itself, whatever the candidates of its training were. Where most of them are
+a retriever's best (train.hard_negatives) and the target is not, the target is known by being unlike the others; among
+candidates that are a retriever's all, that is wrong.
+
 Every item of a user's sequence but the first is a target, with the items before it as the history; the candidates
 stand in an order that is drawn for each prompt.
 
@@ -211,13 +216,14 @@ def letter_loss(
             key=None if drop is None else dropout_key, compute=train.compute,
         )  # fmt: skip
         real = candidates >= 0
-        asked = real & (candidates == targets[:, None])
+        expected = jax.lax.stop_gradient(jax.nn.softmax(found.named, axis=1))
+        own = jnp.where(told, 0.0, train.distill)[:, None]
+        asked = (1 - own) * (real & (candidates == targets[:, None])) + own * expected
 
         def nats(scores: jax.Array) -> jax.Array:
-            """The softmax's nats of the target, [B]. scores: [B, C]."""
-            return jax.nn.logsumexp(scores, axis=1) - jnp.where(asked, scores, 0.0).sum(1)
+            """The cross-entropy of the softmax with what is asked for, [B]. scores: [B, C]."""
+            return jax.nn.logsumexp(scores, axis=1) - jnp.where(real, asked * scores, 0.0).sum(1)
 
-        expected = jax.lax.stop_gradient(jax.nn.softmax(found.named, axis=1))
         beyond = jax.nn.logsumexp(found.scores, axis=1)[:, None] - found.scores
         places = jax.nn.logsumexp(found.place, axis=2) - jnp.diagonal(found.place, axis1=1, axis2=2)
         following = ranker.following_items(rows, cut)

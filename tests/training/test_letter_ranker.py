@@ -72,14 +72,15 @@ def test_prompts_and_letters_are_the_servers(tmp_path: Path, label: str) -> None
         assert [tokenizer.token_id(f"<l_{n}>") for n in range(4)] == np.asarray(text.letters).tolist()
 
 
-@pytest.mark.parametrize("lookups", [0, 1])
-def test_the_loss_is_its_seven_parts_by_a_dense_decoder(tmp_path: Path, lookups: int) -> None:
+@pytest.mark.parametrize(("lookups", "distill"), [(0, 0), (1, 0), (0, 0.75), (1, 1)])
+def test_the_loss_is_its_seven_parts_by_a_dense_decoder(tmp_path: Path, lookups: int, distill: float) -> None:
     cfg = by_letters(
         tmp_path,
         "train.dropout=0",
         "rank.label=<l_{n}>",
         "rank.instruction=<sid>{last}",
         f"train.lookups={lookups}",
+        f"train.distill={distill}",
     )
     text, train = text_of(cfg), cfg.train
     model = decoder_config(train, 400, 80)
@@ -109,24 +110,30 @@ def test_the_loss_is_its_seven_parts_by_a_dense_decoder(tmp_path: Path, lookups:
     asked = listed.tolist().index(7)
     ends = np.asarray(letter_ranker.candidate_ends(text.plain, made, jnp.asarray(listed[None])))[0]
     group = model.heads // model.kv_heads
-    looks = [
-        softmax_nats(keys[ends, head // group] @ queries[-1, head] / np.sqrt(model.head_dim), asked)
-        for head in range(model.heads // 2)
-    ]
     place = float(np.mean([softmax_nats(before[end, letters], n) for n, end in enumerate(ends)]))
     named = last[made.ends[0].max(), own[listed]]
     shares = np.exp(named - named.max()) / np.exp(named - named.max()).sum()
-    copy = sum(float(share) * softmax_nats(last[-1, letters], n) for n, share in enumerate(shares))
+    told = np.eye(len(listed))[asked]
+    meant = told if lookups else (1 - distill) * told + distill * shares
+
+    def nats(scores: np.ndarray, of: np.ndarray = meant) -> float:
+        return sum(float(share) * softmax_nats(scores, n) for n, share in enumerate(of))
+
+    looks = [
+        nats(keys[ends, head // group] @ queries[-1, head] / np.sqrt(model.head_dim))
+        for head in range(model.heads // 2)
+    ]
+    copy = nats(last[-1, letters], shares)
     known = 1 - place / np.log(4)
     assert 0 < known < 1
     wanted = [
-        known * (softmax_nats(last[-1, letters], asked) + (0 if lookups else copy)),
-        softmax_nats(before[-1, own[listed]], asked),
+        known * (nats(last[-1, letters]) + (0 if lookups else copy)),
+        nats(before[-1, own[listed]]),
         float(np.mean(looks)),
         float(
             np.mean([softmax_nats(last[end, own], window[i + 1]) for i, end in enumerate(made.ends[0, :3])])
         ),
-        softmax_nats(before[ends, text.plain.prefix[0]], asked),
+        nats(before[ends, text.plain.prefix[0]]),
         place,
     ]
     nats, count = jax.jit(letter_ranker.letter_loss(model, text, log_weights, train))(weights, rows, key)
@@ -189,6 +196,7 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
         ("rank.letters=l", r"rank\.letters: must have \{n\}"),
         ("train.layers=1", r"train\.layers: a ranker that learns letters needs two"),
         ("train.lookups=2", r"train\.lookups must be at most 1, not 2"),
+        ("train.distill=1.5", r"train\.distill must be at most 1, not 1\.5"),
         ("rank.label=<sid>", r"rank\.label: must have \{n\}"),
         ("rank.label=<l_{n}>{title}", r"rank\.label: unknown placeholder \{title\}"),
         ("prompt.separator=<sid>", r"takes no prompt\.separator"),
