@@ -5,14 +5,15 @@ A retriever (LRURec) names 20 candidates for every test example, and on Industri
 example. Neither model was trained on them, but the steps of both were chosen by the validation examples: the result has
 both splits apart, with intervals.
 Those whose target is among them (at most 1,200 of a split, drawn by a seed) are ranked by the engine that serves, in
-prompts of plain order: the titles of the history's items, the candidates, a question. The decoder was trained on such
-prompts, to answer by the letter of a place (configs/rcllm_*.py says how, and for how long). All methods rank
-the same candidates in the retriever's order, and every difference is of the same requests, with an interval of a paired
-bootstrap over the users, of whom some ask more than once.
+prompts of plain order: the history's items, in titles on Industrial and by ids on MovieLens, whose histories are long;
+the candidates in titles; a question. The decoder was trained on such prompts, to answer by the letter of a place
+(configs/rcllm_*.py says how, and for how long). All methods rank the same candidates in the retriever's order, and
+every difference is of the same requests, with an interval of a paired bootstrap over the users, of whom some ask more
+than once.
 
 - rcllm: r of the candidates' tokens is computed anew, and both ends of each candidate; with a second r the titles of
-  the history come from a library of prototypes of titles, but for that share. At r = .3 smaller libraries are measured
-  too, and what the ends are worth: without either, and alone.
+  the history, where it is in words, come from a library of prototypes of titles, but for that share. At r = .3 smaller
+  libraries are measured too, and what the ends are worth: without either, and alone.
 - epic and cacheblend compute as many token-layers as rcllm does at r = .3. EPIC computes whole tokens, as many of each
   candidate: the next whole number is taken, and one less too. token_layers: computed ones, as a share of the prompts'.
 - counts: a dataset tells something only where full recompute beats the retriever's order beyond the interval, and naive
@@ -285,7 +286,8 @@ def measure_one(
     if not len(targets):
         raise Missing(f"{task.name}: the retriever finds no target")
     layers = library_model(override(config, "prompt.item={review}{sid}")).cfg.layers
-    libraries = {most: titles_library(config, task.dataset, folder, most) for most in (0, *pools)}
+    wanted = (0, *pools) if "{title}" in config.prompt.item else ()
+    libraries = {most: titles_library(config, task.dataset, folder, most) for most in wanted}
     found = {"retriever": Ranked(rows, np.zeros(rows.shape))}
     code, earlier = rcllm_kept.code(), []
     for name, server in servers(config.rank.item_span, layers, libraries).items():

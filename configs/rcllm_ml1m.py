@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""As configs/rcllm_industrial_letters.py, on MovieLens 1M: long histories in titles.
+"""As configs/rcllm_industrial_letters.py, on MovieLens 1M: long histories of ids, and candidates in their titles.
 
 jgr prepare --source=movielens-1m-sasrec --raw=FOLDER --out=runs/data/ml1m_titles --bpe_vocab=2000
 jgr ids --data=runs/data/ml1m_titles --method=item
@@ -10,8 +10,14 @@ jgr train --config=rcllm_ml1m $SHORT
 jgr train --config=rcllm_ml1m $LETTERS
 jgr train --config=rcllm_ml1m
 
-SHORT and LETTERS are those of configs/rcllm_industrial_letters.py, with ml1m for industrial in the folders' names. It
-was not trained yet by this recipe.
+SHORT and LETTERS are those of configs/rcllm_industrial_letters.py, with ml1m for industrial in the folders' names, a rate
+of 1e-3, and without prompt.max_items, train.max_items and train.dropout in SHORT.
+
+This recipe is not finished: no model of it was trained to the end. What is known: the decoder that it begins from orders
+the retriever's 20 candidates with an NDCG@10 of .48 where the retriever has .44 (588 validation examples). The targets
+and the hard negatives of Industrial teach the contrary here, for the target is seldom among the retriever's best: .20
+after 300 steps, below chance. With train.distill=1 that is not so, but 200 steps took what 630 had taught of letters away
+again (of prompts that name the candidate .40 are right, of .86), so that the order had .28: it takes more of them first.
 """
 
 from pathlib import Path
@@ -26,14 +32,17 @@ def get_config() -> Config:
         load_config(Path(__file__).with_name("rcllm_industrial_letters.py")),
         "model.name=rcllm_ml1m",
         f"model.path={OUT}",
-        "prompt.max_items=20",
+        "prompt.item={sid}",
+        "prompt.max_items=50",
+        "rank.tokens=288,1024",
         "data.path=runs/data/ml1m_titles",
         "data.catalog=",
         "train.start=runs/rcllm_ml1m_lookups",
         "train.retriever=runs/lrurec_ml1m",
         f"train.out={OUT}",
-        "train.max_items=20",
-        "train.validation_examples=3000",
+        "train.max_items=50",
+        "train.steps=800",
+        "train.learning_rate=1e-3",
         "train.distill=1",
-        "train.steps=1200",
+        "train.validation_examples=3000",
     )
