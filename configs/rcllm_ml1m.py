@@ -10,14 +10,15 @@ jgr train --config=rcllm_ml1m $SHORT
 jgr train --config=rcllm_ml1m $LETTERS
 jgr train --config=rcllm_ml1m
 
-SHORT and LETTERS are those of configs/rcllm_industrial_letters.py, with ml1m for industrial in the folders' names, a rate
-of 1e-3, and without prompt.max_items, train.max_items and train.dropout in SHORT.
+SHORT and LETTERS are those of configs/rcllm_industrial_letters.py, with ml1m for industrial in the folders' names, a
+rate of 1e-3, and without prompt.max_items, train.max_items and train.dropout in SHORT.
 
-This recipe is not finished: no model of it was trained to the end. What is known: the decoder that it begins from orders
-the retriever's 20 candidates with an NDCG@10 of .48 where the retriever has .44 (588 validation examples). The targets
-and the hard negatives of Industrial teach the contrary here, for the target is seldom among the retriever's best: .20
-after 300 steps, below chance. With train.distill=1 that is not so, but 200 steps took what 630 had taught of letters away
-again (of prompts that name the candidate .40 are right, of .86), so that the order had .28: it takes more of them first.
+This recipe is not finished: no model of it was trained to the end. What is known: the decoder that it begins from
+orders the retriever's 20 candidates with an NDCG@10 of .48 where the retriever has .44 (588 validation examples). The
+targets and the hard negatives of Industrial teach the contrary here, for the target is seldom among the retriever's
+best: .20 after 300 steps, below chance. With train.distill=1 that is not so, but 200 steps took what 630 had taught
+of letters away again (of prompts that name the candidate .40 are right, of .86), so that the order had .28: it takes
+more of them first.
 """
 
 from pathlib import Path
