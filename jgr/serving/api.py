@@ -206,10 +206,11 @@ class RankRequest(Struct, forbid_unknown_fields=True, kw_only=True, frozen=True)
     reuse_budget: Annotated[
         Annotated[float, Meta(ge=0.0, le=1.0)] | None,
         Meta(
-            description="Share of the candidates' tokens that is computed anew, and of the tokens of history_texts "
-            "that a library has, for servers that reuse candidates wherever they stand in the prompt "
-            "(cache.policy=blocks with cache.repair_share above 0); others refuse the field. 1: all of them, so that "
-            "the scores are those of a prompt that is computed whole. null: the server's own share."
+            description="Share of the candidates' tokens that is computed anew, beside those at their ends that always "
+            "are, and of the tokens of history_texts that a library has, for servers that reuse candidates wherever "
+            "they stand in the prompt (cache.policy=blocks with cache.repair_share above 0); others refuse the field. "
+            "1: all of them, so that the scores are those of a prompt that is computed whole. null: the server's own "
+            "share."
         ),
     ] = None
     history_texts: HistoryTexts = None
