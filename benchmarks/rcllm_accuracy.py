@@ -111,8 +111,10 @@ def servers(span: int, layers: int, libraries: Mapping[int, str]) -> dict[str, S
             {"naive": 0.0, f"cacheblend {blend:.2f}": None},
         ),
         "rcllm": Server(attention, {f"rcllm {share:g}": share for share in (0.0, *SHARES)}),
-        "first": Server((*by_attention, first), {f"rcllm {AT:g}, first token": None}),
-        "last": Server((*by_attention, last), {f"rcllm {AT:g}, last token": None}),
+        "first": Server(
+            (*by_attention, first, "cache.repair_last_tokens=0"), {f"rcllm {AT:g}, first token": None}
+        ),
+        "last": Server((*by_attention, "cache.repair_tokens=0", last), {f"rcllm {AT:g}, last token": None}),
     }
     for most, folder in libraries.items():
         of_texts = (*attention, f"cache.library={folder}", "prompt.item={review}{sid}")

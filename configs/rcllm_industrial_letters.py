@@ -45,7 +45,7 @@ def get_config() -> Config:
         f"train.out={OUT}",
         "train.start=runs/rcllm_industrial_lookups",
         "train.tied=false",
-        "train.steps=1200",
+        "train.steps=1600",
         "train.learning_rate=1.5e-3",
         "train.weight_decay=0.01",
         "train.hard_negatives=0.8",
