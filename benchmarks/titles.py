@@ -624,13 +624,12 @@ TITLES: tuple[tuple[str, str], ...] = (
     ),
     (
         r"rcllm-keeps-of-full-ndcg10-items-(?P<data>\w+)",
-        "NDCG@10 of RcLLM over full recompute's, on {data}; .3 of the candidates' tokens and both ends of each are "
-        "computed",
+        "NDCG@10 of RcLLM with .3 of the candidates' tokens computed, as a share of full recompute's, on {data}",
     ),
     (
         r"rcllm-keeps-of-full-ndcg10-items-and-texts-(?P<data>\w+)",
-        "NDCG@10 of RcLLM over full recompute's, on {data}; .3 of the candidates, their ends and .3 of the history are "
-        "computed",
+        "NDCG@10 of RcLLM with .3 of the candidates' and of the history's tokens computed, as a share of full "
+        "recompute's, on {data}",
     ),
     (
         r"rcllm-ndcg10-less-(?P<method>epic|cacheblend)-(?P<data>\w+)",
