@@ -13,7 +13,7 @@ than once.
 
 - rcllm: r of the candidates' tokens is computed anew, and both ends of each candidate; with a second r the titles of
   the history, where it is in words, come from a library of prototypes of titles, but for that share. At r = .3 smaller
-  libraries are measured too, and what the ends are worth: without either, and alone.
+  libraries are measured too, and what the ends are worth: one without the other, and both alone (r = 0).
 - epic and cacheblend compute as many token-layers as rcllm does at r = .3. EPIC computes whole tokens, as many of each
   candidate: the next whole number is taken, and one less too. token_layers: computed ones, as a share of the prompts'.
 - counts: a dataset tells something only where full recompute beats the retriever's order beyond the interval, and naive
