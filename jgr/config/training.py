@@ -75,8 +75,9 @@ class TrainConfig:
     # Share of the prompts from which a ranker learns letters whose instruction names the target itself ({last}): what
     # is asked of them is only its letter, which is learnt first and is the way to all other answers.
     lookups: float = 0.0
-    # How far a letter ranker learns to answer what it expects as the next item itself, in place of the target.
-    distill: float = 0.0
+    # Whether a letter ranker's candidates are train.retriever's best ones in its order, as they are in service. Prompts
+    # whose target is not among them name it (train.lookups).
+    retrieved: bool = False
     # Whether the items that are drawn for a retriever are weighed so that they stand for all items (sampled softmax);
     # HSTU's recipe does not.
     weigh_negatives: bool = True
@@ -135,7 +136,7 @@ class TrainConfig:
             self, seed=0, learning_rate=0, warmup_steps=0, weight_decay=0, dropout=0, adam_b2=0, clip_norm=0
         )
         check(self, minutes=0, label_smoothing=0, skip_events=0, hard_negatives=0, item_loss=0, later_codes=0)
-        check(self, lookups=0, distill=0)
+        check(self, lookups=0)
         check(self, steps=1, batch=1, micro_batches=1, devices=1, max_items=1, checkpoint_every=1)
         check(self, negatives=0, evaluate_every=0, patience=0, validation_examples=1)
         check(self, hidden=1, layers=1, heads=1, kv_heads=1, head_dim=2, mlp=1)
@@ -160,8 +161,8 @@ class TrainConfig:
             not self.item_vectors or informed or generates,
             f"train.item_vectors: train.model={self.model} is neither a retriever nor a generator",
         )
-        for name in ("lookups", "distill"):
-            require(getattr(self, name) <= 1, f"train.{name} must be at most 1, not {getattr(self, name)}")
+        require(self.lookups <= 1, f"train.lookups must be at most 1, not {self.lookups}")
+        require(not self.retrieved or bool(self.retriever), "train.retrieved: only with train.retriever")
         for name in ("label_smoothing", "cosines"):
             require(not getattr(self, name) or generates, f"train.{name}: train.model={self.model} has none")
         require(not self.item_loss or self.cosines, "train.item_loss: only with train.cosines")

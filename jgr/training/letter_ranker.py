@@ -23,13 +23,12 @@ Place, which and match are read off the layer before the last one. Answer and co
 before that there is nothing to answer with, and what a model learns of guessing is in the way. A share of the prompts
 (train.lookups) names the target itself, so that only its letter is asked: that is learnt first.
 
-In the others train.distill puts the softmax of the next item among the candidates in place of the target, as far as it
-says: so the ranker answers what it expects itself, whatever the candidates of its training were. Where most of them are
-a retriever's best (train.hard_negatives) and the target is not, the target is known by being unlike the others; among
-candidates that are a retriever's all, that is wrong.
+With train.retrieved the candidates are a retriever's best in its order, as in service, and a prompt whose target is not
+among them is one more that names it. Without it most candidates can be a retriever's best (train.hard_negatives) and
+the target seldom is one: it is then known by being unlike the others, which is wrong where all are the retriever's.
 
-Every item of a user's sequence but the first is a target, with the items before it as the history; the candidates
-stand in an order that is drawn for each prompt.
+Every item of a user's sequence but the first is a target, with the items before it as the history; candidates that are
+drawn stand in an order of chance.
 
 Letters: B batch, N history items, C candidates, T tokens, D hidden, L layers.
 """
@@ -196,9 +195,14 @@ def attention(
 
 
 def letter_loss(
-    model: DecoderConfig, text: LetterText, log_weights: ranker.LogWeights, train: TrainConfig
+    model: DecoderConfig,
+    text: LetterText,
+    log_weights: ranker.OfItems,
+    train: TrainConfig,
+    scores_of: ranker.OfItems | None = None,
 ) -> Loss:
-    """The loss over windows [B, N + 1], whose last items are the targets."""
+    """The loss over windows [B, N + 1], whose last items are the targets. scores_of: train.retriever's scores, of which
+    the candidates are the best with train.retrieved."""
 
     def loss(weights: DecoderParams, rows: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
         candidates_key, order_key, named_key, dropout_key = jax.random.split(key, 4)
@@ -210,24 +214,28 @@ def letter_loss(
         )
         drop = None if train.dropout == 0 else lambda x, k: dropout(x, k, train.dropout)
         told = jax.random.bernoulli(named_key, train.lookups, (batch,))
+        if scores_of is not None:
+            best, listed = jax.lax.top_k(scores_of(history), 1 + train.negatives)
+            among = (listed == targets[:, None]).any(1) & (best > -jnp.inf).all(1)
+            candidates = jnp.where(among[:, None], listed, candidates)
+            told |= ~among
         last = jnp.where(told, targets, jnp.take_along_axis(rows, cut[:, None] - 1, axis=1)[:, 0])
         found = answers(
             weights, model, text, history, candidates, last, drop=drop,
             key=None if drop is None else dropout_key, compute=train.compute,
         )  # fmt: skip
         real = candidates >= 0
-        expected = jax.lax.stop_gradient(jax.nn.softmax(found.named, axis=1))
-        own = jnp.where(told, 0.0, train.distill)[:, None]
-        asked = (1 - own) * (real & (candidates == targets[:, None])) + own * expected
+        asked = real & (candidates == targets[:, None])
 
         def nats(scores: jax.Array) -> jax.Array:
-            """The cross-entropy of the softmax with what is asked for, [B]. scores: [B, C]."""
-            return jax.nn.logsumexp(scores, axis=1) - jnp.where(real, asked * scores, 0.0).sum(1)
+            """The softmax's loss, [B]. scores: [B, C]."""
+            return jax.nn.logsumexp(scores, axis=1) - jnp.where(asked, scores, 0.0).sum(1)
 
         beyond = jax.nn.logsumexp(found.scores, axis=1)[:, None] - found.scores
         places = jax.nn.logsumexp(found.place, axis=2) - jnp.diagonal(found.place, axis1=1, axis2=2)
         following = ranker.following_items(rows, cut)
         place = jnp.where(real, places, 0.0).sum(1) / real.sum(1)
+        expected = jax.lax.stop_gradient(jax.nn.softmax(found.named, axis=1))
         copy = jnp.where(real, expected * jnp.where(real, beyond, 0.0), 0.0).sum(1)
         known = jax.lax.stop_gradient(jnp.clip(1 - place.mean() / math.log(1 + train.negatives), 0, 1))
         look = jax.vmap(nats, 1)(found.look[:, : (model.heads + 1) // 2]).mean(0)

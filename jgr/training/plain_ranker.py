@@ -178,7 +178,7 @@ def candidate_scores(
 
 
 def ranking_loss(
-    model: DecoderConfig, text: PlainText, log_weights: ranker.LogWeights, train: TrainConfig
+    model: DecoderConfig, text: PlainText, log_weights: ranker.OfItems, train: TrainConfig
 ) -> Loss:
     """The loss over windows [B, N + 1]. Each is cut at a random item, the target; late items are likelier."""
 

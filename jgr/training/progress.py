@@ -17,12 +17,13 @@ import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from jgr.config import ConfigError
+from jgr.config import Config, ConfigError
 from jgr.files import read_whole, writing
 from jgr.models.checkpoint import require_space
 from jgr.models.params import CheckpointError
@@ -213,12 +214,16 @@ def set_aside(folder: Path) -> None:
 
 
 def _differences(path: Path, run: Mapping[str, Any]) -> list[str]:
-    """What the run of a run.json had otherwise, one text for each field, but for MAY_CHANGE."""
+    """What the run of a run.json had otherwise, one text for each field, but for MAY_CHANGE.
+
+    A setting that is newer than the run had its default value then.
+    """
     try:
         before = json.loads(path.read_text(encoding="utf-8"))
     except ValueError:
         return ["its run.json is damaged"]
-    was, now = _flat(before), _flat(run)
+    was, now, defaults = _flat(before), _flat(run), _flat(asdict(Config()))
+    was = {name: defaults[name] for name in now.keys() & defaults.keys()} | was
     names = sorted(was.keys() | now.keys())
     return [
         f"{name} was {was.get(name)}, now {now.get(name)}"

@@ -47,8 +47,9 @@ Int32 = npt.NDArray[np.int32]
 TOP_K = 100
 """How many of the retriever's best items negatives are drawn from."""
 
-LogWeights = Callable[[jax.Array], jax.Array]
-"""Maps histories [B, N], -1 on the right, to the logarithm of every item's weight as a negative, [n] or [B, n]."""
+OfItems = Callable[[jax.Array], jax.Array]
+"""Maps histories [B, N], -1 on the right, to a number of each item: the logarithm of its weight as a negative, [n] or
+[B, n]; or its score, [B, n], -inf for the history's own items."""
 
 
 class Text(NamedTuple):
@@ -196,12 +197,8 @@ def popularity(sequences: Ragged, n_items: int) -> npt.NDArray[np.float32]:
     return weights
 
 
-def negative_weights(config: Config, dataset: Dataset) -> LogWeights:
-    """The weights by which negatives are drawn. Raises UserError if train.retriever does not fit the dataset."""
-    train, catalog = config.train, dataset.catalog
-    base = jnp.asarray(popularity(dataset.interactions.sequences, catalog.n_items))
-    if not train.retriever:
-        return lambda history: jnp.log(base)
+def retriever_scores(train: TrainConfig, catalog: Catalog) -> OfItems:
+    """The scores of train.retriever. Raises UserError if it does not fit the dataset."""
     cfg, params = retrievers.load_for(Path(train.retriever), catalog.item_ids)
     if retrievers.timed(cfg):
         raise ConfigError(f"train.retriever: {train.retriever} depends on times, which no prompt has")
@@ -209,10 +206,20 @@ def negative_weights(config: Config, dataset: Dataset) -> LogWeights:
         raise ConfigError(
             f"train.max_items ({train.max_items}) must be at most train.retriever's, {cfg.max_items}"
         )
+    return lambda history: without(retrievers.scores_after(params, history, cfg=cfg), history)
+
+
+def negative_weights(config: Config, dataset: Dataset) -> OfItems:
+    """The weights by which negatives are drawn. Raises UserError if train.retriever does not fit the dataset."""
+    train, catalog = config.train, dataset.catalog
+    base = jnp.asarray(popularity(dataset.interactions.sequences, catalog.n_items))
+    if not train.retriever:
+        return lambda history: jnp.log(base)
     count, hard = min(TOP_K, catalog.n_items), train.hard_negatives
+    scores_of = retriever_scores(train, catalog)
 
     def weights(history: jax.Array) -> jax.Array:
-        scores = without(retrievers.scores_after(params, history, cfg=cfg), history)
+        scores = scores_of(history)
         found = jax.lax.top_k(scores, count)[1]
         share = jnp.broadcast_to(base * (1 - hard), scores.shape)
         return jnp.log(share.at[jnp.arange(len(history))[:, None], found].add(hard / count))
@@ -271,7 +278,7 @@ def cuts(key: jax.Array, rows: jax.Array) -> jax.Array:
     return jnp.clip(1 + jnp.floor(fraction * most).astype(jnp.int32), 1, most)
 
 
-def ranking_loss(model: DecoderConfig, text: Text, log_weights: LogWeights, train: TrainConfig) -> Loss:
+def ranking_loss(model: DecoderConfig, text: Text, log_weights: OfItems, train: TrainConfig) -> Loss:
     """The loss over windows [B, N + 1]. Each is cut at a random item, the target; late items are likelier."""
 
     def loss(weights: DecoderParams, rows: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:

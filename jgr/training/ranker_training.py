@@ -44,6 +44,9 @@ def train_ranker(
     plain, letters = train.layouts == CAUSAL.name, letter_ranker.is_asked(config)
     if train.compute != "float32" and not letters:
         raise ConfigError("train.compute: only a ranker that learns letters takes another type than float32")
+    for name in ("lookups", "retrieved"):
+        if getattr(train, name) and not letters:
+            raise ConfigError(f"train.{name}: only a ranker that learns letters has it")
     if train.skip_events and letters:
         raise ConfigError("train.skip_events: a ranker that learns letters takes whole histories")
     parts = letter_ranker if letters else plain_ranker if plain else ranker
@@ -59,7 +62,8 @@ def train_ranker(
 
     weights = ranker.negative_weights(config, dataset)
     if isinstance(asked, LetterText):
-        loss = letter_ranker.letter_loss(model, asked, weights, train)
+        scores_of = ranker.retriever_scores(train, catalog) if train.retrieved else None
+        loss = letter_ranker.letter_loss(model, asked, weights, train, scores_of)
     elif isinstance(asked, PlainText):
         loss = plain_ranker.ranking_loss(model, asked, weights, train)
     else:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jgr.config import Config, ConfigError
+from jgr.config import Config, ConfigError, override
 from jgr.data.interactions import Ragged
 from jgr.evaluation import validation
 from jgr.models import checkpoint, decoder, params
@@ -27,6 +27,7 @@ from jgr.training import letter_ranker, plain_ranker, ranker
 from jgr.training.generator import decoder_config
 from jgr.training.letter_ranker import LetterText, Targets
 from jgr.training.ranker_training import train_ranker
+from jgr.training.retriever import train_retriever
 from tests.serving.decoders.dense import Dense
 from tests.training.test_plain_ranker import HISTORIES, LISTED, laying_out, plain, ring
 from tests.training.test_ranker import padded
@@ -72,15 +73,17 @@ def test_prompts_and_letters_are_the_servers(tmp_path: Path, label: str) -> None
         assert [tokenizer.token_id(f"<l_{n}>") for n in range(4)] == np.asarray(text.letters).tolist()
 
 
-@pytest.mark.parametrize(("lookups", "distill"), [(0, 0), (1, 0), (0, 0.75), (1, 1)])
-def test_the_loss_is_its_seven_parts_by_a_dense_decoder(tmp_path: Path, lookups: int, distill: float) -> None:
+@pytest.mark.parametrize(("lookups", "retrieved"), [(0, ()), (1, ()), (0, (9, 7, 1, 3)), (0, (9, 8, 1, 3))])
+def test_the_loss_is_its_seven_parts_by_a_dense_decoder(
+    tmp_path: Path, lookups: int, retrieved: tuple[int, ...]
+) -> None:
+    """retrieved: the retriever's candidates, with and without the target."""
     cfg = by_letters(
         tmp_path,
         "train.dropout=0",
         "rank.label=<l_{n}>",
         "rank.instruction=<sid>{last}",
         f"train.lookups={lookups}",
-        f"train.distill={distill}",
     )
     text, train = text_of(cfg), cfg.train
     model = decoder_config(train, 400, 80)
@@ -93,12 +96,16 @@ def test_the_loss_is_its_seven_parts_by_a_dense_decoder(tmp_path: Path, lookups:
     history = padded([np.array(window[:3])], 6)
     drawn = ranker.draw_candidates(candidates_key, log_weights(history), history, jnp.array([7]), 3)
     listed = np.asarray(drawn)[0, np.argsort(np.asarray(jax.random.uniform(order_key, (1, 4)))[0])]
+    if 7 in retrieved:
+        listed = np.array(retrieved)
+    names_the_target = bool(lookups or (retrieved and 7 not in retrieved))
+    best = jnp.zeros(80).at[jnp.array(retrieved, int)].set(jnp.arange(4.0, 4.0 - len(retrieved), -1))
     letters, own = np.asarray(text.letters), np.asarray(text.plain.own)
     made = plain_ranker.lay_out(
-        text.plain, history, jnp.asarray(listed[None]), jnp.array([7]) if lookups else None
+        text.plain, history, jnp.asarray(listed[None]), jnp.array([7]) if names_the_target else None
     )
     tokens = np.asarray(made.tokens)[0, : int(made.lengths[0])]
-    assert tokens[-1] == own[7 if lookups else window[2]]
+    assert tokens[-1] == own[7 if names_the_target else window[2]]
     position, mask = np.arange(len(tokens)), np.tri(len(tokens), dtype=bool)
 
     dense = Dense(model, weights)
@@ -113,30 +120,27 @@ def test_the_loss_is_its_seven_parts_by_a_dense_decoder(tmp_path: Path, lookups:
     place = float(np.mean([softmax_nats(before[end, letters], n) for n, end in enumerate(ends)]))
     named = last[made.ends[0].max(), own[listed]]
     shares = np.exp(named - named.max()) / np.exp(named - named.max()).sum()
-    told = np.eye(len(listed))[asked]
-    meant = told if lookups else (1 - distill) * told + distill * shares
-
-    def nats(scores: np.ndarray, of: np.ndarray = meant) -> float:
-        return sum(float(share) * softmax_nats(scores, n) for n, share in enumerate(of))
-
     looks = [
-        nats(keys[ends, head // group] @ queries[-1, head] / np.sqrt(model.head_dim))
+        softmax_nats(keys[ends, head // group] @ queries[-1, head] / np.sqrt(model.head_dim), asked)
         for head in range(model.heads // 2)
     ]
-    copy = nats(last[-1, letters], shares)
+    copy = sum(float(share) * softmax_nats(last[-1, letters], n) for n, share in enumerate(shares))
     known = 1 - place / np.log(4)
     assert 0 < known < 1
     wanted = [
-        known * (nats(last[-1, letters]) + (0 if lookups else copy)),
-        nats(before[-1, own[listed]]),
+        known * (softmax_nats(last[-1, letters], asked) + (0 if names_the_target else copy)),
+        softmax_nats(before[-1, own[listed]], asked),
         float(np.mean(looks)),
         float(
             np.mean([softmax_nats(last[end, own], window[i + 1]) for i, end in enumerate(made.ends[0, :3])])
         ),
-        nats(before[ends, text.plain.prefix[0]]),
+        softmax_nats(before[ends, text.plain.prefix[0]], asked),
         place,
     ]
-    nats, count = jax.jit(letter_ranker.letter_loss(model, text, log_weights, train))(weights, rows, key)
+    loss = letter_ranker.letter_loss(
+        model, text, log_weights, train, (lambda history: best[None]) if retrieved else None
+    )
+    nats, count = jax.jit(loss)(weights, rows, key)
     assert count == 1 and min(wanted) > 0
     np.testing.assert_allclose(nats, sum(wanted), rtol=1e-4)
 
@@ -190,19 +194,39 @@ def test_what_is_trained_is_what_is_served(tmp_path: Path) -> None:
     np.testing.assert_allclose(asyncio.run(ask()), np.tile(trained, (2, 1)), atol=2e-4)
 
 
+def test_candidates_are_the_retrievers_if_asked_for(tmp_path: Path) -> None:
+    settings = ["train.steps=3", "train.dropout=0", f"train.retriever={tmp_path / 'sasrec'}"]
+    short = override(
+        by_letters(tmp_path / "sasrec"), "train.model=sasrec", "train.steps=3", "train.layouts=both"
+    )
+    train_retriever(short, ring())
+    losses = []
+    for retrieved in ("false", "true"):
+        out = tmp_path / retrieved
+        train_ranker(by_letters(out, *settings, f"train.retrieved={retrieved}"), ring())
+        losses.append([json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines()])
+    assert len(losses[0]) == len(losses[1]) == 3 and losses[0][0] != losses[1][0]
+
+
 def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     for setting, words in (
         ("rank.candidates=3", r"rank\.candidates \(3\) must be at least 1 \+ train\.negatives, 4"),
         ("rank.letters=l", r"rank\.letters: must have \{n\}"),
         ("train.layers=1", r"train\.layers: a ranker that learns letters needs two"),
         ("train.lookups=2", r"train\.lookups must be at most 1, not 2"),
-        ("train.distill=1.5", r"train\.distill must be at most 1, not 1\.5"),
+        ("train.retrieved=true", r"train\.retrieved: only with train\.retriever"),
         ("rank.label=<sid>", r"rank\.label: must have \{n\}"),
         ("rank.label=<l_{n}>{title}", r"rank\.label: unknown placeholder \{title\}"),
         ("prompt.separator=<sid>", r"takes no prompt\.separator"),
     ):
         with pytest.raises(ConfigError if "rank.l" not in setting else Exception, match=words):
             train_ranker(by_letters(tmp_path / "ranker", setting), ring())
+    for name, value in (("lookups", "0.5"), ("retrieved", "true")):
+        plain_order = plain(
+            tmp_path / "ranker", f"train.{name}={value}", f"train.retriever={tmp_path / 'retriever'}"
+        )
+        with pytest.raises(ConfigError, match=rf"train\.{name}: only a ranker that learns letters has it"):
+            train_ranker(plain_order, ring())
     nameless = by_letters(tmp_path / "ranker", "train.lookups=0.5", "rank.instruction=<sid>")
     with pytest.raises(ConfigError, match=r"train\.lookups: rank\.instruction must have \{last\}"):
         train_ranker(nameless, ring())

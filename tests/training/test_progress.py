@@ -77,6 +77,22 @@ def test_another_runs_folder_is_refused(tmp_path: Path) -> None:
         train_generator(override(rule_config(tmp_path / "ring"), *SETTINGS, "train.seed=7"), rule_dataset())
 
 
+def test_a_setting_that_is_newer_than_the_run_had_its_default_value_then(tmp_path: Path) -> None:
+    stopped(tmp_path / "ring")
+    described = tmp_path / "ring.training" / "run.json"
+    run = json.loads(described.read_text())
+    del run["train"]["item_loss"], run["train"]["skip_events"]
+    described.write_text(json.dumps(run))
+    with pytest.raises(
+        ConfigError, match=r"data \(train\.skip_events was 0\.0, now 0\.5\): --fresh starts anew"
+    ):
+        train_generator(
+            override(rule_config(tmp_path / "ring"), *SETTINGS, "train.skip_events=0.5"), rule_dataset()
+        )
+    train_generator(override(rule_config(tmp_path / "ring"), *SETTINGS), rule_dataset())
+    assert (tmp_path / "ring" / "metrics.jsonl").exists()
+
+
 def test_two_trainings_do_not_share_a_folder(tmp_path: Path) -> None:
     with RunFolder(tmp_path, {}), pytest.raises(ConfigError, match="another training writes here"):
         RunFolder(tmp_path, {})
