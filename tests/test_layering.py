@@ -25,6 +25,7 @@ FLOORS = (
         "jgr.extras",
         "jgr.heap",
         "jgr.boot",
+        "jgr.cores",
         "jgr.logs",
         "jgr.stopping",
         "jgr.bounded_redis",

@@ -24,6 +24,7 @@ from absl import flags
 
 from jgr.config import Config, UserError, load_config, override
 from jgr.config.environment import assignments, variables_named
+from jgr.cores import cores_here, cores_to_run_on
 
 T = TypeVar("T")
 
@@ -144,14 +145,9 @@ def load_folder(values: flags.FlagValues, argv: Sequence[str]) -> Config:
     return config
 
 
-def cores_here() -> int:
-    """Cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def size_threads(configs: Sequence[Config]) -> None:
-    """Say how many threads XLA has on a CPU, before its backend starts: all cores but server.host_cores, and more than
-    there are devices where a CPU stands for several. UserError where that cannot be.
+    """Say how many threads XLA has on a CPU, before its backend starts: cores_here less server.host_cores, and more
+    than devices where a CPU stands for several. UserError where that cannot be.
 
     A device that waits for the others holds a thread, and with fewer of them than devices all would wait for ever.
     """
@@ -163,8 +159,10 @@ def size_threads(configs: Sequence[Config]) -> None:
         if kept >= cores:
             raise UserError(f"server.host_cores={kept} leaves no core to the model: there are {cores}")
         os.environ["PJRT_NPROC"] = str(cores - kept)
-    elif devices > 1:
-        os.environ.setdefault("NPROC", str(max(cores, 2 * devices)))
+    elif (threads := cores if devices == 1 else max(cores, 2 * devices)) != cores_to_run_on():
+        os.environ.setdefault("NPROC", str(threads))
+    if cores < cores_to_run_on():
+        _log.info("a limit on CPU time leaves %d of %d cores to this process", cores, cores_to_run_on())
 
 
 def refuse_arguments(argv: Sequence[str]) -> None:

@@ -9,9 +9,10 @@ from datetime import UTC, datetime
 
 import pytest
 
-from jgr.cli.console import Teller, cores_here, size_threads
+from jgr.cli.console import Teller, size_threads
 from jgr.cli.main import run
 from jgr.config import Config, override
+from jgr.cores import cores_here
 from jgr.fields import UserError
 
 SETUP = (
@@ -183,10 +184,11 @@ COUNT = """
 import glob, jax, os
 for name in ("NPROC", "PJRT_NPROC"): os.environ.pop(name, None)
 from jgr.config import Config, override
+from jgr.cores import cores_here
 console.size_threads([override(Config(), {setting!r})])
 jax.numpy.ones(3).block_until_ready()
 names = [open(name).read() for name in glob.glob("/proc/self/task/*/comm")]
-log.warning("%d of %d", sum("Eigen" in name for name in names), console.cores_here())
+log.warning("%d of %d", sum("Eigen" in name for name in names), cores_here())
 """
 """XLA names the threads of its pool after Eigen's."""
 
