@@ -18,6 +18,7 @@ Letters: n items, t tokens.
 from __future__ import annotations
 
 import difflib
+import json
 import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -96,23 +97,25 @@ class Tokenizer:
         return [list(one.ids) for one in encoded]
 
     def encode_untrusted(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of texts that somebody else wrote: they never hold a special token, whatever the text spells."""
+        """Token ids of texts that somebody else wrote: they never hold an added token, whatever the text spells."""
         try:
             encoded = self._plain.encode_batch_fast(list(texts), add_special_tokens=False)
         except Exception as cause:
             raise PromptError(f"the tokenizer cannot encode the text: {cause}") from None
-        return [[token for token in one.ids if token not in self._special] for one in encoded]
+        return [[token for token in one.ids if token not in self._added] for one in encoded]
 
     @cached_property
     def _plain(self) -> tokenizers.Tokenizer:
-        plain = tokenizers.Tokenizer.from_str(self._inner.to_str())
+        told = json.loads(self._inner.to_str())
+        for token in told["added_tokens"]:
+            token["special"] = True  # items and marks may have been added as ordinary tokens
+        plain = tokenizers.Tokenizer.from_str(json.dumps(told))
         plain.encode_special_tokens = True
         return plain
 
     @cached_property
-    def _special(self) -> frozenset[int]:
-        added = self._inner.get_added_tokens_decoder()
-        return frozenset(number for number, token in added.items() if token.special)
+    def _added(self) -> frozenset[int]:
+        return frozenset(self._inner.get_added_tokens_decoder())
 
     def token_id(self, name: str) -> int | None:
         return self.vocabulary.get(name)

@@ -230,3 +230,15 @@ def test_a_separator_stands_between_items_only() -> None:
     assert prompts.build(np.array([1], np.int32)).tolist() == [y, 1]
     assert prompts.build(np.array([], np.int32)).tolist() == [1]
     assert prompts.item_tokens(1).tolist() == [y] and prompts.max_tokens == 6
+
+
+def test_texts_of_others_hold_no_added_token_even_one_that_is_not_special() -> None:
+    letters = {letter: n for n, letter in enumerate(" <_>abcdego12")}
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=letters, merges=[]))
+    inner.add_tokens(["<a_1>", "<b_2>"])
+    inner.add_special_tokens(["<eos>"])
+    tokenizer = Tokenizer(inner)
+    text = "good <a_1><b_2>"
+    assert tokenizer.encode(text)[-2:] == [tokenizer.token_id("<a_1>"), tokenizer.token_id("<b_2>")]
+    (found,) = tokenizer.encode_untrusted([text])
+    assert found == [letters[letter] for letter in text], "spelt out, as any text is"

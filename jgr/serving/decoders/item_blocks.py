@@ -8,7 +8,6 @@ leaves each item's keys and values in its cache, from where they are read.
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -28,6 +27,7 @@ from jgr.serving.decoders.caching import Caching, identity
 from jgr.serving.decoders.serve import ServedDecoder
 from jgr.serving.engine.contract import Progress
 from jgr.serving.engine.engine import Engine
+from jgr.serving.policies.sources import part_of
 
 LONG_MS = 60_000.0
 """How long a request for items may wait for a device that others use."""
@@ -48,7 +48,7 @@ def portions(engine: Engine[ServedDecoder], rows: Sequence[int]) -> Iterator[lis
     tokens, kept = fixed, 0
     for row in rows:
         length = int(lengths[row])
-        new = length + probe + min(repair.first + repair.last, length) + math.ceil(repair.share * length)
+        new = length + probe + min(repair.first + repair.last, length) + part_of(repair.share, length)
         takes = -(-length // kv.tokens) * kv.parts
         full = len(part) >= engine.info.max_candidates
         if part and (full or tokens + new > most or kept + takes > cells):

@@ -5,7 +5,6 @@ beside the event loop, and the copy of its keys and values into the pool.
 
 from __future__ import annotations
 
-import math
 import threading
 from collections import deque
 from pathlib import Path
@@ -29,7 +28,7 @@ from jgr.models.quantize import versioned
 from jgr.prompt.tokens import Tokenizer, template_prefix
 from jgr.serving.engine.opening import open_folder
 from jgr.serving.policies.prototypes import Placed
-from jgr.serving.policies.sources import Near, Run
+from jgr.serving.policies.sources import Near, Run, part_of
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
@@ -83,7 +82,7 @@ class Library:
         share = own if budget is None else budget
         numbers = found.prototypes.copy()
         have = np.flatnonzero(numbers >= 0)
-        selected = math.ceil(share * len(have))
+        selected = part_of(share, len(have))
         farthest = have[np.lexsort((have, found.cosines[have]))[:selected]]
         numbers[farthest] = -1
         return Near(tuple(self._runs(numbers)), selected)

@@ -21,7 +21,8 @@ from jgr.catalog.catalog import Catalog
 from jgr.catalog.prefix_tree import PrefixTree
 from jgr.config import Config
 from jgr.models.quantize import Quantization
-from jgr.serving.api import Answer, Item, ModelInfo, Request, Reuse
+from jgr.prompt.layouts import CAUSAL, LAYOUTS
+from jgr.serving.api import Answer, Item, ModelInfo, RankRequest, Request, Reuse
 from jgr.serving.decoders import translation
 from jgr.serving.decoders.caching import Caching, planned
 from jgr.serving.decoders.paged_executor import DecoderExecutors
@@ -38,7 +39,7 @@ from jgr.serving.policies.batching import Batcher
 from jgr.serving.policies.fidelity import Watch, agreement
 from jgr.serving.policies.jobs import Job, Profile, Start
 from jgr.serving.policies.run_costs import RunCosts
-from jgr.serving.policies.sources import ALL_ITEM_TOKENS, Repair
+from jgr.serving.policies.sources import ALL_ITEM_TOKENS
 from jgr.serving.prefill import Asked, Prefill
 
 _log = logging.getLogger(__name__)
@@ -79,8 +80,7 @@ class ServedDecoder:
         self.pool: DevicePool | None = None if self.caching is None else self.caching.memory.pool
         self._handover_s = 0.0
         self.compares = self.config.cache.shadow > 0
-        self._watch = Watch(self.config.cache.max_drift)
-        self.metrics.fell_back.set(0)
+        self.watch = Watch(self.config.cache.max_drift)
         rows = self.config.data_parallel.devices  # of a packed batch
         self._cost_tokens = {
             profile: profile.cost_tokens * (rows if profile.packed else 1)
@@ -89,7 +89,7 @@ class ServedDecoder:
 
     def prepare(self, request: Asked, tenant: str = "", read: Read | None = None) -> Task:
         task = self.translator.prepare(request, tenant, read)
-        return translation.computed_whole(task) if self._watch.fell_back else task
+        return translation.computed_whole(task) if self.watch.fell_back else task
 
     async def read(self, request: Asked) -> Read | None:
         return (
@@ -183,11 +183,9 @@ class ServedDecoder:
 
     def _judge(self, answered: Task, again: Task) -> None:
         """Count how far approximate scores are from whole ones; one of the two was the answer."""
-        metrics, repair = self.metrics, Repair.of(self.config.cache)
+        metrics = self.metrics
         exact, approximate = (answered, again) if answered.whole is not None else (again, answered)
-        assert (
-            exact.outcome is not None and approximate.outcome is not None and approximate.prompt is not None
-        )
+        assert exact.outcome is not None and approximate.outcome is not None
         _compare(approximate.outcome, metrics.repair_drift, exact)
         found = agreement(exact.outcome.scores, approximate.outcome.scores)
         if found is None:
@@ -195,18 +193,22 @@ class ServedDecoder:
         metrics.repair_tau.observe(found.tau)
         metrics.repair_overlap.observe(found.overlap)
         metrics.repair_divergence.observe(found.kl)
-        if approximate.prompt.repair != repair:  # what a request asked for says nothing of the others
+        if not self._judges(answered.request):  # what a request asked for says nothing of the others
             return
-        changed = self._watch.observe(found.tau)
-        metrics.repair_disorder.set(self._watch.mean)
+        changed = self.watch.observe(found.tau)
         if changed:
-            metrics.fell_back.set(self._watch.fell_back)
-            said = "prompts are computed whole" if self._watch.fell_back else "prompts are approximated again"
+            said = "prompts are computed whole" if self.watch.fell_back else "prompts are approximated again"
             most = self.config.cache.max_drift
             _log.warning(
                 "%s: %s: the order drifts by %.3f, cache.max_drift is %s",
-                self.info.version, said, self._watch.mean, most,
+                self.info.version, said, self.watch.mean, most,
             )  # fmt: skip
+
+    def _judges(self, request: Asked) -> bool:
+        """Whether a request leaves to the server what is approximated, and in which order."""
+        assert isinstance(request, RankRequest)
+        own = (None, CAUSAL.name) if self.config.cache.policy == "blocks" else (None, *LAYOUTS)
+        return request.reuse_budget is None and request.layout in own
 
     def lost(self, request: Asked) -> None:
         """Nobody wants to know."""

@@ -27,7 +27,7 @@ from jgr.catalog.prefix_tree import PrefixTree
 from jgr.config import Config, ConfigError
 from jgr.ops import native
 from jgr.prompt.candidates import SegmentPrompts
-from jgr.prompt.layouts import CAUSAL, LAYOUTS, Kind
+from jgr.prompt.layouts import CAUSAL, LAYOUTS, USER_PREFIX, Kind
 from jgr.prompt.segments import Content, Part, Prompt, arrange, count_tokens, make_prompt
 from jgr.serving.api import (
     Answer,
@@ -347,7 +347,7 @@ class Translator:
             prompt = self._segments.prompt(user, candidates, int(rows[-1]), key, labelled=plain)
             written = len(candidates) if self._segments.writes_lists else 0
             if written or plain:
-                _check_positions(prompt, self._segments.max_position, written)
+                _check_positions(prompt, layout or USER_PREFIX.name, self._segments.max_position, written)
             work = SegmentsWork(prompt, *self._segments.columns(candidates))
             repair = self._repair_of(request)
             near = None
@@ -470,13 +470,13 @@ def _user_key(request: Asked, user: Content, tenant: str) -> str:
     return user_entry(request.user_id, tenant) or f"{tenant}history:{user.digest.hex()}"
 
 
-def _check_positions(prompt: Prompt, limit: int, written: int) -> None:
+def _check_positions(prompt: Prompt, layout: str, limit: int, written: int) -> None:
     """Candidates in causal order, and letters after them, take positions that the check at start-up does not count."""
-    needed = max(segment.offset + len(segment) for segment in arrange(prompt, CAUSAL)) + written
+    needed = max(segment.offset + len(segment) for segment in arrange(prompt, LAYOUTS[layout])) + written
     if needed > limit:
         raise invalid(
             "layout",
-            f"layout: in causal order the prompt needs {needed} positions; the model was made for {limit}",
+            f"layout: as {layout} the prompt needs {needed} positions; the model was made for {limit}",
         )
 
 

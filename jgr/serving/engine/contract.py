@@ -21,6 +21,7 @@ from jgr.serving.api import Answer, Item, ModelInfo, Request, Reuse, Usage
 from jgr.serving.engine.metrics import Metrics
 from jgr.serving.errors import RequestError
 from jgr.serving.explanations import Explanation
+from jgr.serving.policies.fidelity import Watch
 from jgr.serving.policies.jobs import Job, Kind, Start
 from jgr.serving.policies.ordering import Ordering
 from jgr.serving.policies.policy import Policy
@@ -102,6 +103,10 @@ class Served(Protocol[T]):
     @property
     def compares(self) -> bool:
         """Whether some of what it reuses is computed again, for `shadows`."""
+
+    @property
+    def watch(self) -> Watch | None:
+        """Whether its approximate answers are good enough; None: none are approximate."""
 
     @property
     def memory(self) -> Mapping[str, int]:

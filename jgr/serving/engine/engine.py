@@ -181,7 +181,7 @@ class Engine(Generic[S]):
                 await self.before(request)
             if turns.waiting:
                 self._refuse_early(request, arrival_ns, turns.ahead(sort), turns.wait_ns(sort))
-            deadline_ms = self._deadline_ms(request) if sort == "batch" and turns.waiting else None
+            deadline_ms = self._deadline_ms(request) if sort == "batch" else None
             if deadline_ms is None:
                 await turns.take(sort)
             else:  # its line may stand still for long

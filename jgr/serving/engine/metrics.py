@@ -35,6 +35,7 @@ from jgr.serving.api import ModelInfo, Timing, Usage
 from jgr.serving.engine import paging_metrics
 from jgr.serving.engine.paging_metrics import PagingCollector, PagingCounts
 from jgr.serving.engine.ticket import Ticket
+from jgr.serving.policies.fidelity import Watch
 from jgr.serving.policies.jobs import KINDS, REASONS, Kind
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -172,13 +173,9 @@ class Metrics:
             for kind, counter in (("model", reloads), ("catalog", activations))
         }
         labels = ("model", "version")
-        self._model = Gauge(
-            "jgr_model_info", "1 for the version of the model that is served.", labels, registry=self.registry
-        )
-        self._catalog = Gauge(
-            "jgr_catalog_info", "1 for the catalog that is served.", labels, registry=self.registry
-        )
-        self._items = Gauge("jgr_catalog_items", "Items in the catalog.", registry=self.registry)
+        self._model = self._gauge("jgr_model_info", "1 for the version of the model that is served.", *labels)
+        self._catalog = self._gauge("jgr_catalog_info", "1 for the catalog that is served.", *labels)
+        self._items = self._gauge("jgr_catalog_items", "Items in the catalog.")
         tokens = self._counter(
             "jgr_prompt_tokens",
             "Tokens of answered requests' prompts, by where their KV came from.",
@@ -219,15 +216,13 @@ class Metrics:
             "distributions over its candidates.",
             DIVERGENCES,
         )
-        self.repair_disorder = Gauge(
+        self._disorder = self._gauge(
             "jgr_repair_disorder",
             "Mean of 1 - Kendall's tau over the last 200 samples of approximate answers.",
-            registry=self.registry,
         )
-        self.fell_back = Gauge(
+        self._fell_back = self._gauge(
             "jgr_repair_fell_back",
             "1 while prompts are computed whole, since approximate answers differed by more than cache.max_drift.",
-            registry=self.registry,
         )
         self.executor_failures = self._counter("jgr_executor_failures", "Batches that failed in an executor.")
         self.parts = self._counter(
@@ -253,9 +248,7 @@ class Metrics:
             "to",
             "purpose",
         )
-        self.items_held = Gauge(
-            "jgr_fleet_items_held", "Items that this node holds for all nodes.", registry=self.registry
-        )
+        self.items_held = self._gauge("jgr_fleet_items_held", "Items that this node holds for all nodes.")
         self.items_missing = self._counter(
             "jgr_fleet_items_missing",
             "Items of requests that were not here, by what became of them.",
@@ -270,15 +263,20 @@ class Metrics:
 
     def watch_queue(self, depth: Callable[[], int]) -> None:
         """Export `depth()` as the number of requests waiting for a batch."""
-        Gauge("jgr_queue_depth", TEXTS["jgr_queue_depth"], registry=self.registry).set_function(depth)
+        self._gauge("jgr_queue_depth", TEXTS["jgr_queue_depth"]).set_function(depth)
 
     def watch_flights(self, runs: Callable[[], int]) -> None:
         """Export `runs()` as the number of runs that were started and have not ended."""
-        Gauge("jgr_in_flight", TEXTS["jgr_in_flight"], registry=self.registry).set_function(runs)
+        self._gauge("jgr_in_flight", TEXTS["jgr_in_flight"]).set_function(runs)
 
     def watch_cache(self, read: Callable[[], CacheMeta | Neighbours | None]) -> None:
         """Export the state of the cache that `read` gives; None: there is none."""
         self.registry.register(_Cache(read))
+
+    def watch_drift(self, read: Callable[[], Watch | None]) -> None:
+        """Export how far approximate answers are from whole ones, as `read` watches it; None: none are approximate."""
+        self._disorder.set_function(lambda: 0.0 if (watch := read()) is None else watch.mean)
+        self._fell_back.set_function(lambda: (watch := read()) is not None and watch.fell_back)
 
     def watch_memory(self, read: Callable[[], Mapping[str, int]]) -> None:
         """Export the bytes that each part of the engine takes, as `read` gives them."""
@@ -344,6 +342,9 @@ class Metrics:
 
     def _histogram(self, name: str, text: str, buckets: Sequence[float], *labels: str) -> Histogram:
         return Histogram(name, text, labels, registry=self.registry, buckets=buckets)
+
+    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
+        return Gauge(name, text, labels, registry=self.registry)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(name, text, labels, registry=self.registry)

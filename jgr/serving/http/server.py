@@ -364,9 +364,7 @@ class App:
     async def _computed(self, engine: AnyEngine, request: Asked, call: Call, encode: Callable[[Any], T]) -> T:
         """The engine's answer, encoded; the work of a client that leaves is cancelled."""
         departure = call.departure
-        read = await engine.enter(request, call.arrival_ns)
-        if departure.happened:
-            raise ClientGone
+        read = await self._entered(engine, request, call)
         ticket = engine.submit(request, call.request_id, call.arrival_ns, call.caller.tenant, read)
         if call.trace is not None:
             call.trace.accepted(ticket, engine.info)
@@ -389,6 +387,26 @@ class App:
             # An error's traceback holds this frame, and the ticket holds the error. Left alone, this cycle would keep
             # the engine and its device memory until the garbage collector runs.
             del engine, ticket
+
+    async def _entered(self, engine: AnyEngine, request: Asked, call: Call) -> Any:
+        """What `Engine.enter` gives. A client that leaves meanwhile gives up its place in the line: ClientGone."""
+        task, departure = asyncio.current_task(), call.departure
+        assert task is not None
+        departure.cancels(task.cancel)
+        try:
+            if departure.happened:
+                raise ClientGone
+            read = await engine.enter(request, call.arrival_ns)
+        except asyncio.CancelledError:
+            if departure.happened and not task.uncancel():
+                raise ClientGone from None
+            raise
+        finally:
+            departure.cancels(None)
+            del engine  # see _computed
+        if departure.happened:
+            raise ClientGone
+        return read
 
     async def _explained(
         self, explain: Callable[[], Any], encode: Callable[[Any], T], departure: Departure

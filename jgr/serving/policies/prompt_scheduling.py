@@ -346,7 +346,7 @@ class PromptScheduler:
         chosen = repair.chosen(lengths)
         reads = not unplanned.fresh and self._policy in KEEP_ITEMS
         segments: list[PlannedSegment] = []
-        cached, to_repair = 0, iter(firsts)
+        cached, of_user, to_repair = 0, 0, iter(firsts)
         wanted = unplanned.near if moves else None
         near = self._near(wanted, places[0]) if wanted is not None and wanted.runs else None
         for segment, place in places:
@@ -357,7 +357,8 @@ class PromptScheduler:
                 continue
             if segment.kind == Kind.USER and moves and reads:
                 segments.append(self._user(segment, length, True, read, written))
-                cached += segments[-1].cached
+                of_user = segments[-1].cached
+                cached += of_user
                 continue
             first = next(to_repair) if segment.kind == Kind.ITEM else 0
             spans: tuple[Source, ...] = (Compute(length),)
@@ -366,7 +367,12 @@ class PromptScheduler:
                 spans = ()
             elif segment.kind == Kind.ITEM and reads:
                 most = self._most_context - cached + first
-                most = 0 if (repair or moves) and most < length else most
+                if repair or moves:
+                    most = 0 if most < length else most
+                    if (
+                        0 < self._meta.kept_tokens(_name(segment)) < length
+                    ):  # the rest would see other segments
+                        self._meta.drop(_name(segment))
                 spans, write = self._source(segment, most, True, read, written, first)
             repairs = segment.kind == Kind.ITEM and (0 < first < length or chosen > 0 or moves)
             alone = repairs and spans == (Compute(length),)
@@ -376,7 +382,7 @@ class PromptScheduler:
             if spans and not isinstance(spans[0], Compute):
                 cached += spans[0].tokens
         repaired = sum(firsts) + chosen if repair or moves else None
-        if repaired is not None and wanted is not None:
+        if repaired is not None and wanted is not None and not of_user:
             repaired += wanted.selected
         return PlannedPrompt.of(layout, segments, chosen, repaired)
 

@@ -81,7 +81,12 @@ class Repair(Struct, frozen=True):
         """How many tokens the program chooses. lengths: tokens of the items."""
         total, firsts = sum(lengths), self.firsts(lengths)
         lasts = sum(min(self.last, n - first) for n, first in zip(lengths, firsts, strict=True))
-        return min(lasts + math.ceil(self.share * total), total - sum(firsts))
+        return min(lasts + part_of(self.share, total), total - sum(firsts))
+
+
+def part_of(share: float, tokens: int) -> int:
+    """The share of so many tokens, rounded up; what a float has beyond a whole number is no token."""
+    return math.ceil(share * tokens - 1e-9)
 
 
 NO_REPAIR = Repair()

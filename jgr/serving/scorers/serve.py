@@ -74,6 +74,7 @@ class ServedScorer:
     clock: Callable[[], int] = time.monotonic_ns
     normalize = UNSET
     compares = False
+    watch = None
 
     def __post_init__(self) -> None:
         self.info: ModelInfo = self.translator.info

@@ -138,6 +138,7 @@ class Deployment:
         self.metrics.watch_flights(lambda: sum(engine.in_flight for engine in self._engines))
         self.metrics.watch_cache(lambda: self.engine.meta)
         self.metrics.watch_memory(lambda: self.engine.memory)
+        self.metrics.watch_drift(lambda: self.engine.served.watch)
         self.metrics.show_model(engine.info)
 
     @property
@@ -224,6 +225,11 @@ class Deployment:
         self._begin(
             "catalog", catalog.version, partial(rebuild.engine, catalog), catalog if uploaded else None
         )
+
+    def keep(self, catalog: Catalog) -> None:
+        """A catalog was uploaded: if it is the active one, a reload keeps it."""
+        if catalog.version == self.engine.info.catalog_version:
+            self._activated = catalog
 
     def cancel(self, kind: Kind) -> None:
         """Tell the change of that kind to stop; again does nothing more. `changes` tells when it has.

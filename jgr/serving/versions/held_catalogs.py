@@ -84,7 +84,11 @@ class Catalogs:
         finally:
             self._uploading = False
         self._add_served()
-        entry = self._entries.setdefault(catalog.version, _Entry(catalog, now()))
+        entry = self._entries.get(catalog.version)
+        if entry is None or entry.uploaded_at is None:  # it is held as what a start or a reload brought
+            held = catalog if entry is None else self._entries.pop(catalog.version).catalog
+            entry = self._entries[catalog.version] = _Entry(held, now())
+            self._deployment.keep(held)
         self._drop_oldest()
         return self._info(entry)
 

@@ -29,12 +29,15 @@ from jgr.prompt.segments import Content, arrange, count_tokens, make_prompt
 from jgr.serving.api import RankRequest
 from jgr.serving.decoders.caching import kv_cells
 from jgr.serving.decoders.loading import load_engine
+from jgr.serving.decoders.null import null_engine
 from jgr.serving.decoders.paged_executor import PagedExecutor
+from jgr.serving.decoders.serve import ServedDecoder
 from jgr.serving.decoders.work import RankOutcome, SegmentsWork
 from jgr.serving.errors import RequestError
 from jgr.serving.policies.fidelity import FEWEST, agreement
 from jgr.serving.policies.jobs import Job, Profile
 from jgr.serving.policies.sources import ALL_ITEM_TOKENS, Approximate, PlannedPrompt, Repair, UnplannedPrompt
+from jgr.serving.versions.deployment import Deployment
 from tests.serving.decoders.dense import Dense
 from tests.serving.decoders.driven import Driven
 from tests.serving.decoders.test_cached_server import Served, ids, make_config, scores
@@ -366,6 +369,19 @@ def test_an_answer_says_how_much_of_it_approximates(served: Served) -> None:
     assert few == every > 0, "computed without the cache it is the same"
 
 
+def test_what_is_exported_of_approximate_answers_is_the_serving_versions() -> None:
+    engine, other = null_engine(Config()), null_engine(Config())
+    deployment, serving = Deployment(engine, Config().catalog), engine.served
+    value = serving.metrics.registry.get_sample_value
+    serving.watch.observe(0.5)
+    serving.watch.fell_back = True
+    loaded = ServedDecoder(serving.executors, serving.translator, Config(), serving.metrics)
+    loaded.started()
+    assert (value("jgr_repair_fell_back"), value("jgr_repair_disorder")) == (1, 0.5), "it is only loaded"
+    deployment.engine = other
+    assert (value("jgr_repair_fell_back"), value("jgr_repair_disorder")) == (0, 0)
+
+
 def until(served: Served, candidates: list[str], whole: bool) -> dict[str, Any]:
     """Rank the candidates again and again until the answer is, or is not, computed whole: that answer."""
     for _ in range(500):
@@ -404,6 +420,10 @@ def test_a_model_that_approximates_badly_falls_back_says_so_and_comes_back(
         "jgr_repair_kl_count",
     )
     assert served.metrics("jgr_repair_fell_back") == [0]
+    for _ in range(3 * FEWEST):
+        named = served.rank("drift", HISTORY, bad, layout="item_prefix")
+    assert named["usage"]["repaired_tokens"] > 0
+    assert served.metrics("jgr_repair_fell_back", "jgr_repair_disorder") == [0, 0], "a caller's order"
     before = served.metrics(*counted)
 
     fell = until(served, bad, whole=True)

@@ -126,6 +126,32 @@ def test_a_text_beyond_the_models_positions_is_refused(tmp_path_factory: pytest.
         assert server.call("/v1/rank", body).status == 200
         refused = server.call("/v1/rank", body | {"layout": "causal"})
         assert (refused.status, refused.error["field"]) == (422, "layout")
-        assert "needs 70 positions; the model was made for 64" in refused.error["message"]
+        assert (
+            "as causal the prompt needs 70 positions; the model was made for 64" in refused.error["message"]
+        )
     finally:
         server.stop()
+
+
+def test_letters_that_are_written_are_counted_in_the_order_that_is_asked_for(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """In an overlaid order all candidates stand at the same positions, which are those of the longest item there is."""
+    settings = ("rank.method=list_generation", "rank.letters=<a_{n}>", "rank.tokens=128")
+    for item, count, answers in (
+        ("<sid><sid><sid>{sid}", 14, {"user_prefix": 200, "item_prefix": 200, "causal": 422}),
+        ("{sid}", 14, {"user_prefix": 422, "item_prefix": 422, "causal": 200}),
+    ):
+        span = 4 if item != "{sid}" else 40
+        server = Served(
+            make_config(
+                tmp_path_factory.mktemp("model"), *settings, f"rank.item={item}", f"rank.item_span={span}"
+            ),
+            ["rank"],
+        )
+        try:
+            body = {"history": ids(*HISTORY), "candidates": ids(*range(14, 14 + count))}
+            found = {layout: server.call("/v1/rank", body | {"layout": layout}) for layout in answers}
+            assert {layout: answer.status for layout, answer in found.items()} == answers
+        finally:
+            server.stop()

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jgr import stopping
 from jgr.cache.pool import PoolLost
 from jgr.embeddings.shards import ShardError
 from jgr.serving.engine.contract import Progress
@@ -243,3 +244,19 @@ def test_a_short_run_behind_a_long_one_does_not_run_beside_it() -> None:
 
     asyncio.run(both())
     assert long_had_ended == [True]
+
+
+def test_a_start_that_is_told_to_stop_while_its_threads_are_timed_stops() -> None:
+    """After that the engine would count as one that serves."""
+
+    async def run() -> None:
+        lanes, told = Lanes(Watched(1), time.monotonic_ns), False
+        with stopping.stoppable(lambda: told):
+            await lanes.start(lambda done, total, label: None)
+            assert await lanes.handover_s() > 0
+            told = True
+            with pytest.raises(stopping.Stopped):
+                await lanes.handover_s()
+        lanes.stop()
+
+    asyncio.run(run())

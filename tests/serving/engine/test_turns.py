@@ -97,10 +97,13 @@ def test_a_batch_request_whose_line_stands_still_ends_with_its_deadline_and_leav
             while not ended.is_set():
                 await turns.take("undated")
 
-        rivals = [asyncio.ensure_future(others()) for _ in range(3 * MOST)]
-        await asyncio.sleep(0)
         request = RecommendRequest(history=["a"], top_k=1, priority="batch", deadline_ms=20)
-        answers = [asyncio.ensure_future(engine.answer(request)) for _ in range(100)]
+        answers = [asyncio.ensure_future(engine.answer(request))]  # which will be the first in any line
+        rivals = [asyncio.ensure_future(others()) for _ in range(3 * MOST)]
+        for _ in range(LEAST):
+            await turns.take("undated")
+        await asyncio.sleep(0)
+        answers += [asyncio.ensure_future(engine.answer(request)) for _ in range(100)]
         errors = await asyncio.wait_for(asyncio.gather(*answers, return_exceptions=True), PATIENCE_S)
         assert {getattr(error, "type", error) for error in errors} == {"deadline_exceeded"}
         assert turns.waiting <= len(rivals)

@@ -230,6 +230,35 @@ def test_a_client_that_leaves_before_its_turn_costs_no_translation(monkeypatch: 
     assert departure.happened and not translated
 
 
+def test_a_client_that_leaves_a_line_that_stands_still_leaves_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, departure = make_config(), Departure()
+    engine, left = make_engine(config), list[str]()
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": json.dumps(BODY).encode(), "more_body": False}
+
+    async def send(message: Any) -> None:
+        raise AssertionError("there is nobody to answer")
+
+    async def take(sort: str) -> None:
+        asyncio.get_running_loop().call_soon(departure.happen)
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            left.append(sort)
+
+    async def scenario() -> None:
+        await engine.start()
+        application = App(Models([Deployment(engine, config.catalog)]), config.server)
+        scope = {"type": "http", "method": "POST", "path": "/v1/recommend", "headers": []}
+        monkeypatch.setattr(engine._host.turns, "take", take)
+        await asyncio.wait_for(application({**scope, "jgr.departure": departure}, receive, send), PATIENCE_S)
+        assert await engine.drain(PATIENCE_S)
+
+    asyncio.run(scenario())
+    assert left == ["undated"]
+
+
 def test_an_executor_that_breaks_fails_its_batch_and_no_other(caplog: pytest.LogCaptureFixture) -> None:
     with LiveServer() as server:
         server.executor.hold()

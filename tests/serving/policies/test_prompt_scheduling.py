@@ -21,7 +21,15 @@ from jgr.serving.policies.batching import Batcher
 from jgr.serving.policies.jobs import Job, Profile
 from jgr.serving.policies.prefix_choice import Policy
 from jgr.serving.policies.prompt_scheduling import PromptScheduler
-from jgr.serving.policies.sources import Compute, PlannedPrompt, Reuse, UnplannedPrompt
+from jgr.serving.policies.sources import (
+    Approximate,
+    Compute,
+    Near,
+    PlannedPrompt,
+    Repair,
+    Reuse,
+    UnplannedPrompt,
+)
 
 PROFILES = [Profile("rank", 3, tokens, 12, packed=True, context=24) for tokens in (16, 40)]
 ITEM_TOKENS = [1, 2, 3, 4, 2, 1]
@@ -115,6 +123,44 @@ def test_causal_order_reuses_the_users_part_and_computes_the_items() -> None:
     assert [item.spans for item in warm.items] == [(Compute(4),), (Compute(1),)]
     assert (warm.cached_tokens, warm.computed_tokens) == (4, 6)
     scheduler.finished((1,), well=True)
+
+
+def of_one_item(number: int, text: list[int], repair: Repair, near: Near | None = None) -> Job:
+    content = Content.of(np.array(text, np.int32))
+    known = Content.of(np.arange(4, dtype=np.int32))
+    prompt = make_prompt(known, np.zeros(1, np.int32), [(3, content)], key=f"u{number % 2}", room=8)
+    layout: LayoutName = "causal" if repair.of_all else "item_prefix"
+    unplanned = UnplannedPrompt(prompt, layout, repair=repair, near=near)
+    return Job(number, "rank", 5 + len(text), 1, number, None, unplanned)
+
+
+@pytest.mark.parametrize("repair", [Repair(1, of_all=True), Repair(of_all=True), Repair(3)])
+def test_a_text_that_goes_on_where_another_ended_is_no_addition_to_it(repair: Repair) -> None:
+    """What is added would see the user, or be shorter than what is computed anew."""
+    scheduler = make("blocks" if repair.of_all else "item", pages=12)
+    short = plan(scheduler, of_one_item(0, [11, 12], repair))
+    scheduler.finished(short.jobs, well=True)
+    (long,) = plan(scheduler, of_one_item(1, [11, 12, 13, 14, 15], repair)).prompts
+    (item,) = long.items
+    assert (item.alone, item.cached, item.write is not None) == (repair.of_all, 0, True)
+    assert [type(span) for span in item.spans] == [Compute] and item.spans[0].tokens == 5
+    scheduler.finished((1,), well=True)
+    (warm,) = plan(scheduler, of_one_item(2, [11, 12, 13, 14, 15], repair)).prompts
+    kept = [span for span in warm.items[0].spans if isinstance(span, Reuse | Approximate)]
+    assert sum(span.tokens for span in kept) == (5 - repair.first if repair.of_all else 5)
+    scheduler.finished((2,), well=True)
+    scheduler.check()
+
+
+def test_tokens_of_a_history_that_is_read_are_not_repaired() -> None:
+    scheduler = make("blocks", pages=12)
+    repair, near = Repair(1, of_all=True), Near((), selected=3)
+    cold = plan(scheduler, of_one_item(0, [11, 12], repair, near))
+    scheduler.finished(cold.jobs, well=True)
+    warm = plan(scheduler, of_one_item(2, [11, 12], repair, near))
+    assert (cold.prompts[0].repaired_tokens, warm.prompts[0].repaired_tokens) == (4, 1)
+    assert warm.prompts[0].user.cached == 4
+    scheduler.finished(warm.jobs, well=True)
 
 
 @pytest.mark.parametrize("policy", ["none", "item"])

@@ -18,6 +18,7 @@ from jgr.serving.policies.sources import (
     Repair,
     Reuse,
     UnplannedPrompt,
+    part_of,
 )
 
 NUMBER = st.integers(0, 2**20)
@@ -68,3 +69,10 @@ def test_what_is_to_be_planned_survives_json(layout: str, fresh: bool, first: in
     # The prompt's 14 tokens, and second copies: of the second item min(first, 4), unless that is all of it, and so on.
     copies = sum(n for n, length in ((min(first, 4), 4), (min(first, 2), 2)) if n < length)
     assert unplanned.computed_at_most == 14 + copies
+
+
+def test_a_share_in_whole_percents_is_met_exactly() -> None:
+    for percent in range(101):
+        assert Repair(share=percent / 100, of_all=True).chosen([60, 40]) == percent
+        assert part_of(percent / 100, 1000) == 10 * percent
+    assert part_of(0.301, 10) == 4

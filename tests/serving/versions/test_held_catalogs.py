@@ -136,6 +136,25 @@ def test_a_reload_keeps_an_activated_catalog(server: Server) -> None:
     assert server.reload()["catalog_version"] == FIRST.version
 
 
+@pytest.mark.parametrize("active", [False, True])
+def test_a_reload_keeps_a_catalog_that_was_there_before_it_was_uploaded(tmp_path: Path, active: bool) -> None:
+    server = Server(tmp_path)
+    try:
+        if not active:
+            server.upload(SECOND)
+            server.change(f"/v1/catalogs/{SECOND.version}/activate")
+        server.upload(FIRST)
+        uploaded = {entry["version"]: entry["uploaded_at"] for entry in server.call("/v1/catalogs")["data"]}
+        assert uploaded[FIRST.version] is not None
+        if not active:
+            server.change(f"/v1/catalogs/{FIRST.version}/activate")
+        for path in tmp_path.rglob("*catalog*.jsonl"):
+            save_catalog(EVERY_ID, path)
+        assert server.reload()["catalog_version"] == FIRST.version
+    finally:
+        server.stop()
+
+
 @pytest.mark.parametrize(
     ("body", "words"),
     [
