@@ -193,7 +193,7 @@ class ServedDecoder:
         metrics.repair_tau.observe(found.tau)
         metrics.repair_overlap.observe(found.overlap)
         metrics.repair_divergence.observe(found.kl)
-        if not self._judges(answered.request):  # what a request asked for says nothing of the others
+        if not self._left_to_us(answered.request):  # what a request asked for says nothing of the others
             return
         changed = self.watch.observe(found.tau)
         if changed:
@@ -204,7 +204,7 @@ class ServedDecoder:
                 self.info.version, said, self.watch.mean, most,
             )  # fmt: skip
 
-    def _judges(self, request: Asked) -> bool:
+    def _left_to_us(self, request: Asked) -> bool:
         """Whether a request leaves to the server what is approximated, and in which order."""
         assert isinstance(request, RankRequest)
         own = (None, CAUSAL.name) if self.config.cache.policy == "blocks" else (None, *LAYOUTS)

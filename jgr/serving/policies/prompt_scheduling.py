@@ -342,8 +342,7 @@ class PromptScheduler:
         places, repair = segment_places(unplanned.prompt, LAYOUTS[layout]), unplanned.repair
         moves = layout != ITEMS_FIRST
         lengths = [len(item) for item in of_kind(unplanned.prompt, Kind.ITEM)]
-        firsts = repair.firsts(lengths)
-        chosen = repair.chosen(lengths)
+        firsts, chosen = repair.firsts(lengths), repair.chosen(lengths)
         reads = not unplanned.fresh and self._policy in KEEP_ITEMS
         segments: list[PlannedSegment] = []
         cached, of_user, to_repair = 0, 0, iter(firsts)
@@ -369,10 +368,7 @@ class PromptScheduler:
                 most = self._most_context - cached + first
                 if repair or moves:
                     most = 0 if most < length else most
-                    if (
-                        0 < self._meta.kept_tokens(_name(segment)) < length
-                    ):  # the rest would see other segments
-                        self._meta.drop(_name(segment))
+                    self._drop_beginning(segment)
                 spans, write = self._source(segment, most, True, read, written, first)
             repairs = segment.kind == Kind.ITEM and (0 < first < length or chosen > 0 or moves)
             alone = repairs and spans == (Compute(length),)
@@ -385,6 +381,11 @@ class PromptScheduler:
         if repaired is not None and wanted is not None and not of_user:
             repaired += wanted.selected
         return PlannedPrompt.of(layout, segments, chosen, repaired)
+
+    def _drop_beginning(self, item: Segment) -> None:
+        """Drop an item of which only the first tokens are cached: the others would see what this prompt has besides."""
+        if 0 < self._meta.kept_tokens(_name(item)) < len(item):
+            self._meta.drop(_name(item))
 
     def _near(self, near: Near, placed: tuple[Segment, int]) -> PlannedSegment | None:
         """A history of which a library stands for some tokens, which is not kept: it is not the history's own. None
