@@ -94,15 +94,14 @@ def split_events(events: Events, source: Source, parameters: dict[str, Any]) -> 
 def _distinct(events: Events, source: Source) -> Bool:
     """Which events to keep, [total], if repeats are to be dropped. Raises DataError for a set with an item twice."""
     keep = np.ones(len(events.user), bool)
-    # Without times a row again may be a purchase again; with actions that the source does not name, another action.
-    repeats = (
-        source.drop_repeats and events.time is not None and (events.actions is None or source.actions != ())
-    )
+    repeats = source.drop_repeats and events.time is not None  # without times it may be a purchase again
     if not (source.unordered or repeats):
         return keep
     columns = [events.user, events.item]
     if repeats and events.time is not None:
         columns.append(events.time)
+    if repeats and not source.actions:  # at one time somebody may have seen an item and taken it
+        columns += [column for column in (events.actions, events.scenario) if column is not None]
     order = np.lexsort(columns)
     same = np.all([np.diff(column[order]) == 0 for column in columns], axis=0)
     keep[order[1:][same]] = False

@@ -134,8 +134,8 @@ class Source:
     open: finds the files in a folder; raises DataError, naming what is missing. splits: the possible ones, the usual
     one first. raw, kept: known counts before and after the default filter; None if the format fits many datasets.
     min_item: default filter. unordered: a user's events are a set without an order. drop_repeats: drop a row that
-    repeats the user, item and time of another, unless their actions have no names here. actions: the name of each bit
-    of an event's actions; empty if the format has no feedback, or any.
+    repeats the user, item and time of another, and where the format names no actions, those and the scenario. actions:
+    the name of each bit of an event's actions; empty if the format has no feedback, or any.
     """
 
     open: Callable[[Path], Raw | Tabular | ReadyDataset]

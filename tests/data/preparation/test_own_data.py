@@ -266,6 +266,8 @@ def test_a_row_that_comes_again_is_dropped_where_it_has_a_time(tmp_path: Path) -
     assert taken("user_id,item_id,timestamp\n", twice) == [list("abca")]
     untimed = "".join(f"{row.rpartition(',')[0]}\n" for row in twice.split())
     assert taken("user_id,item_id\n", untimed) == [list("aabbccaab")]
+    acted = "".join(f"{row},view\n" for row in rows for _ in range(2)) + "u,b,4,cart\n"
+    assert taken("user_id,item_id,timestamp,event\n", acted) == [list("abcab")]  # seen and taken at one time
     # Rows of one moment may be several actions, which stay; a user of one event that comes again has one.
     alone = twice + "v,a,1\n" * 9
     assert taken("user_id,item_id,timestamp\n", alone, min_user=2) == [list("abca")]
