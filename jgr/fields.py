@@ -49,8 +49,10 @@ def parse(text: str, hint: Any) -> Any:
         return hint(text)
     text = text.strip()
     if get_origin(hint) is tuple:
-        parts = text.removeprefix("(").removesuffix(")").removesuffix(",").split(",")
-        return tuple(parse(part, options[0]) for part in parts)
+        inner = text.removeprefix("(").removesuffix(")").removesuffix(",").strip()
+        if not inner and (text == "()" or options[0] is not str):  # a name may be the empty text
+            return ()
+        return tuple(parse(part.strip(), options[0]) for part in inner.split(","))
     if get_origin(hint) is types.UnionType:
         return None if text.lower() == "none" else parse(text, options[0])
     if hint is bool:

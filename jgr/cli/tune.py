@@ -41,6 +41,7 @@ def main(argv: Sequence[str]) -> int:
     config = console.load(values)
     from jgr.cli.train import fit, keep_compiled
     from jgr.config.formats import dump
+    from jgr.config.tree import without_secrets
     from jgr.data.datasets import load_dataset
     from jgr.training import study as studies
 
@@ -60,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
     path = Path(values.out) / studies.BEST
     head = f"# Trial {number} of a study of {study.finished}: validation {value:.4f}.\n"
     with writing(path, UserError) as stream:
-        stream.write((head + dump(best, "toml")).encode())
+        stream.write((head + dump(without_secrets(best), "toml")).encode())
     print(f"its model: {study.folder_of(number)}, which jgr serve takes")
     out = "" if best.train.out else " --set train.out=FOLDER"
     print(f"train it anew: jgr train --config={path}{out}")

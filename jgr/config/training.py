@@ -116,7 +116,7 @@ class TrainConfig:
     max_items: int = 20  # history items per training example
     checkpoint_every: int = 200  # steps between checkpoints; a killed run goes on from the last one
     evaluate_every: int = 0  # steps between validations; 0: none, and the last step's weights are kept
-    # Validations without an improvement after which training stops; 0: it never stops early.
+    # Validations (train.evaluate_every) without an improvement after which training stops; 0: it never stops early.
     patience: int = 0
     # Folder of event files for TensorBoard; empty: none are written. It needs jgr[tensorboard].
     tensorboard: str = ""
@@ -146,6 +146,10 @@ class TrainConfig:
         for name in ("dropout", "adam_b2", "label_smoothing", "skip_events", "hard_negatives"):
             value = getattr(self, name)
             require(value < 1, f"train.{name} must be below 1, not {value}")
+        require(
+            not self.patience or self.evaluate_every > 0,
+            "train.patience counts validations: set train.evaluate_every, or train.patience to 0",
+        )
         validates = self.learn_valid and self.evaluate_every > 0
         require(
             not validates, "train.learn_valid leaves nothing to validate on: train.evaluate_every must be 0"
@@ -155,7 +159,10 @@ class TrainConfig:
             f"train.tables: the embeddings of train.model={self.model} are not in tables",
         )
         informed = self.model in ("sasrec", "lrurec", "hstu")
-        require(not self.repeats or informed, f"train.repeats: train.model={self.model} is no retriever")
+        for name in ("repeats", "learn_valid"):
+            require(
+                not getattr(self, name) or informed, f"train.{name}: train.model={self.model} is no retriever"
+            )
         generates = self.model == "generator"
         require(
             not self.item_vectors or informed or generates,
@@ -163,6 +170,9 @@ class TrainConfig:
         )
         require(self.lookups <= 1, f"train.lookups must be at most 1, not {self.lookups}")
         require(not self.retrieved or bool(self.retriever), "train.retrieved: only with train.retriever")
+        for name in ("retriever", "lookups", "retrieved", "layouts", "compute"):
+            alone = self.model == "ranker" or getattr(self, name) == getattr(TrainConfig, name)
+            require(alone, f"train.{name}: train.model={self.model} is no ranker")
         for name in ("label_smoothing", "cosines"):
             require(not getattr(self, name) or generates, f"train.{name}: train.model={self.model} has none")
         require(not self.item_loss or self.cosines, "train.item_loss: only with train.cosines")

@@ -111,6 +111,15 @@ def _replace(config: T, updates: Mapping[str, Mapping[str, Any]]) -> T:
     return replaced
 
 
+def without_secrets(config: T) -> T:
+    """The configuration with the default in every field that holds a key or a password."""
+    updates: dict[str, dict[str, Any]] = {}
+    for key in secret_fields(type(config)):
+        section, name = key.split(".")
+        updates.setdefault(section, {})[name] = getattr(type(getattr(config, section)), name)
+    return _replace(config, updates)
+
+
 def to_json(config: Any) -> dict[str, Any]:
     """The whole tree as JSON values. Secrets that are set are shown as REDACTED, which cannot be read back."""
     return {s.name: _section_to_json(getattr(config, s.name)) for s in dataclasses.fields(config)}

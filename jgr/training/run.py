@@ -71,7 +71,7 @@ def _trained(out: Path) -> bool:
 
 
 def _running(out: str) -> Path:
-    return Path(f"{out}.training")
+    return Path(f"{Path(out)}.training")  # beside it, also for a name that ends in a slash
 
 
 def train_to_best(

@@ -262,7 +262,10 @@ class Study:
                 raise Pruned
 
         try:
-            fit(override(self._config, *assigned, f"train.out={folder}"), report)
+            places = [f"train.out={folder}"]
+            if board := self._config.train.tensorboard:
+                places.append(f"train.tensorboard={Path(board) / folder.name}")
+            fit(override(self._config, *assigned, *places), report)
         except Pruned:
             self._study.tell(trial, state=self._states.PRUNED)
             _remove(folder)

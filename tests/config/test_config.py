@@ -59,7 +59,8 @@ def test_override_types_the_value_by_its_field(assignment: str, section: str, fi
         ("beam.width=0", "beam.width must be at least 1, not 0"),
         ("data_parallel.devices=0", "data_parallel.devices must be at least 1, not 0"),
         ("beam.normalize=best", "beam.normalize must be one of valid, full, not 'best'"),
-        ("profiles.tokens=", "profiles.tokens must be integers such as (1, 8), not ''"),
+        ("profiles.tokens=", "profiles.tokens must be ascending sizes such as (1, 8), not ()"),
+        ("profiles.tokens=8,x", "profiles.tokens must be integers such as (1, 8), not '8,x'"),
         ("profiles.tokens=8,8", "profiles.tokens must be ascending sizes"),
         ("profiles.tokens=0,8", "profiles.tokens must be ascending sizes"),
         ("batching.max_wait_ms=nan", "batching.max_wait_ms must be a finite number"),
@@ -78,6 +79,12 @@ def test_override_types_the_value_by_its_field(assignment: str, section: str, fi
         ("train.kv_heads=3", "train.heads (4) must be a multiple of train.kv_heads (3)"),
         ("train.head_dim=5", "train.head_dim must be even"),
         ("train.dropout=1", "train.dropout must be below 1"),
+        ("train.patience=2", "train.patience counts validations: set train.evaluate_every"),
+        ("train.learn_valid=true", "train.learn_valid: train.model=generator is no retriever"),
+        ("train.retriever=runs/hstu", "train.retriever: train.model=generator is no ranker"),
+        ("train.lookups=0.5", "train.lookups: train.model=generator is no ranker"),
+        ("train.layouts=causal", "train.layouts: train.model=generator is no ranker"),
+        ("train.compute=bfloat16", "train.compute: train.model=generator is no ranker"),
     ],
 )
 def test_a_bad_override_is_named(assignment: str, message: str) -> None:
@@ -122,6 +129,16 @@ def test_every_kind_of_annotation_can_be_read(hint: Any, text: str, value: Any) 
     assert fields.parse(text, hint) is value
     with pytest.raises(ValueError, match="maybe"):
         fields.parse("maybe", hint)
+
+
+def test_a_tuple_is_read_with_spaces_and_may_be_empty() -> None:
+    names, numbers = tuple[str, ...], tuple[float, ...]
+    assert fields.parse("(a, b)", names) == fields.parse(" a ,b", names) == ("a", "b")
+    assert fields.parse("(1, 0.5)", numbers) == (1.0, 0.5)
+    assert fields.parse("", numbers) == fields.parse("()", numbers) == fields.parse("()", names) == ()
+    assert fields.parse("", names) == ("",)
+    assert fields.parse(",a", names) == ("", "a")
+    assert override(Config(), "feedback.weights=").feedback.weights == ()
 
 
 @pytest.mark.parametrize("value", ["32", 32.0, True, None])

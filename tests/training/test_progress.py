@@ -297,6 +297,17 @@ def test_a_run_is_dropped_only_when_another_has_begun(tmp_path: Path) -> None:
     assert running.exists() and not aside.exists()
 
 
+def test_a_name_that_ends_in_a_slash_is_the_same_folder(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no data"), making_way(f"{tmp_path / 'ring'}/", True, False):
+        (tmp_path / "ring.training").mkdir()
+        raise UserError("no data")
+    config = override(rule_config(tmp_path / "ring"), *CONSTANT, "train.steps=2")
+    train_generator(override(config, f"train.out={tmp_path / 'ring'}/"), rule_dataset())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ring", "ring.training"]
+    assert (tmp_path / "ring" / "params").is_dir()
+    make_way(f"{tmp_path / 'ring'}/", fresh=False, overwrite=False)  # the model's own run is found
+
+
 def test_a_full_disk_leaves_what_describes_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     running = tmp_path / "ring.training"
     with RunFolder(running, {"seed": 1}):

@@ -96,6 +96,20 @@ def test_a_study_finds_the_best_keeps_its_folder_alone_and_draws(tmp_path: Path)
 
 
 @NOTHING_DRAWN
+def test_each_trial_has_a_board_of_its_own(tmp_path: Path) -> None:
+    boards: list[str] = []
+
+    def fit(config: Config, report: Report) -> None:
+        boards.append(config.train.tensorboard)
+        train(config, report)
+
+    study = Study(tmp_path / "study", override(CONFIG, "train.tensorboard=runs/board"), [RATE])
+    study.run(2, fit, no_progress)
+    assert boards == ["runs/board/trial-0", "runs/board/trial-1"]
+    assert study.best()[0].train.tensorboard == "runs/board"
+
+
+@NOTHING_DRAWN
 def test_a_study_goes_on_and_a_trial_that_was_cut_short_keeps_its_folder_and_its_draws(
     tmp_path: Path,
 ) -> None:
@@ -256,7 +270,8 @@ def test_the_command_trains_and_its_best_file_is_a_configuration(
         "max_items=5",
     )
     command = [
-        "tune", "--set=train.model=sasrec", "--set=train.out=given", *(f"--set=train.{part}" for part in small),
+        "tune", "--set=train.model=sasrec", "--set=train.out=given", "--set=server.api_key=secret",
+        *(f"--set=train.{part}" for part in small),
         "--set=train.validation_examples=50", "--vary=train.learning_rate=1e-3,1e-2", f"--out={tmp_path}",
     ]  # fmt: skip
     assert run([*command, "--trials=1"]) == 0
@@ -268,6 +283,7 @@ def test_the_command_trains_and_its_best_file_is_a_configuration(
     assert found.train.out == "given"
     assert found.train.learning_rate in (1e-3, 1e-2)
     assert found.train.hidden == 8
+    assert found.server.api_key == Config().server.api_key
 
 
 def test_a_study_of_other_data_does_not_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
