@@ -149,6 +149,14 @@ def main(argv: Sequence[str]) -> int:
 
 def evaluate(config: Config, dataset: Dataset, options: Options) -> tuple[list[str], dict[str, Any]]:
     """The result as lines for people and as a JSON document. Raises UserError, which says what does not fit."""
+    if options.split == "valid":
+        from jgr.models.manifest import refuse_learnt_valid
+
+        for name, folder in (
+            ("--split", config.model.path),
+            *(("--baseline", each) for each in options.baseline),
+        ):
+            refuse_learnt_valid(folder, name, "give --split=test")
     examples: Examples = getattr(dataset.interactions, options.split)
     if not len(examples):
         raise UserError(f"--split: the dataset has no {options.split} examples")
@@ -200,8 +208,12 @@ def _compare(
     from jgr.serving.versions.loading import is_scorer
 
     catalog = dataset.catalog
-    if not options.url and not is_scorer(Path(config.model.path)):
-        _query(options, catalog, config.beam.width)  # refuses bad options before a model is loaded
+    if not options.url:  # bad options are refused before a model is loaded
+        ranks_only = is_scorer(Path(config.model.path))
+        if ranks_only and options.unconstrained:
+            raise UserError(f"--unconstrained: {config.model.path} only ranks: it generates no sequences")
+        if not ranks_only:
+            _query(options, catalog, config.beam.width)
     chosen = [options]
     if options.both_conventions:
         chosen.append(replace(options, exclude_history=not options.exclude_history, unconstrained=False))
@@ -337,6 +349,8 @@ def _sweep(
     in_flight = 0
     for chosen, widths in swept.engines:
         with _serve(chosen, dataset.catalog, options) as served:
+            if not served.info.beam_width:
+                raise UserError(f"--sweep: {served.info.id} only ranks: it has no beams and no curve")
             if options.url:
                 sweep.check_remote(swept, served)
             in_flight = served.in_flight

@@ -40,7 +40,10 @@ def main(argv: Sequence[str]) -> int:
     from jgr.data.datasets import load_dataset
     from jgr.evaluation.candidates import retrieve, save_candidates
     from jgr.models import retrievers
+    from jgr.models.manifest import refuse_learnt_valid
 
+    if values.split == "valid":
+        refuse_learnt_valid(folder, "--split", "give --split=test")
     dataset = load_dataset(config.data)
     examples = getattr(dataset.interactions, values.split)
     if not len(examples):

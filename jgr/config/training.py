@@ -102,7 +102,8 @@ class TrainConfig:
     # things again, or never do.
     repeats: bool = False
     times: bool = False  # whether hstu's attention bias depends on times too; the dataset must have them
-    # Whether a retriever learns the validation targets as well, as in HSTU's recipe; then nothing can be validated.
+    # Whether a retriever learns the validation targets as well, as in HSTU's recipe; then nothing can be validated, and
+    # no command measures it on --split=valid.
     learn_valid: bool = False
     # Layouts of the prompts that a ranker learns from. both: user_prefix and item_prefix; causal: plain order, with the
     # history's items in their words, in prompts of at most the smallest of rank.tokens; what is learnt there goes by

@@ -29,6 +29,7 @@ from jgr.evaluation.metrics import Hits, mean_all, rank_candidates
 from jgr.models import beam, retrievers
 from jgr.models.decoder import DecoderConfig, DecoderParams
 from jgr.models.generators import GeneratorConfig, GeneratorParams
+from jgr.models.manifest import refuse_learnt_valid
 from jgr.models.params import PyTree
 from jgr.models.retrievers import RetrieverConfig, RetrieverParams
 from jgr.models.scorers import ScorerConfig
@@ -128,6 +129,9 @@ def ranker_recall(config: Config, dataset: Dataset) -> Callable[[DecoderConfig, 
         recent = history[-config.prompt.max_items :]
         row[: len(recent)] = recent
     if train.retriever:
+        refuse_learnt_valid(
+            train.retriever, "train.retriever", "give another retriever, or set train.evaluate_every to 0"
+        )
         found, retriever = retrievers.load_for(Path(train.retriever), catalog.item_ids)
         candidates = retrievers.top_k(
             retriever, found, examples.histories, count, exclude_seen=True, asked=examples.target_times

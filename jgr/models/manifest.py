@@ -31,6 +31,8 @@ CATALOG = "catalog.jsonl"
 SCHEMA = 1
 """The version of the file's form. A reader refuses a newer one, whose fields may mean something else."""
 MAX_BYTES = 1 << 20
+LEARNT_VALID = "learnt_valid"
+"""Among the metrics, as 1, where the validation targets were learnt too: an older jgr refuses a field of its own."""
 
 _SECTIONS = (
     "model", "catalog", "prompt", "beam", "rank", "executors", "cache", "features", "profiles", "batching",
@@ -69,7 +71,8 @@ class DatasetReference(Struct, kw_only=True, frozen=True, forbid_unknown_fields=
 class Manifest(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """The content of serving.json.
 
-    settings: sections of the configuration. metrics: what the training reached, by name; empty for a conversion.
+    settings: sections of the configuration. metrics: what the training reached, by name, and LEARNT_VALID; empty for a
+    conversion.
     """
 
     schema: int = SCHEMA
@@ -222,6 +225,16 @@ def check_dataset(config: Config) -> None:
         )
     if _reference(config.data).version != reference.version:
         _log.warning("data.path: %s was prepared again after the model learnt from it", reference.path)
+
+
+def refuse_learnt_valid(folder: str, name: str, remedy: str) -> None:
+    """Raise UserError if a folder's model has learnt the validation targets. name: the flag or field that asks."""
+    manifest = read(Path(folder)) if folder else None
+    if manifest is not None and LEARNT_VALID in manifest.metrics:
+        raise UserError(
+            f"{name}: {folder} has learnt the validation targets (train.learn_valid), so its figures "
+            f"would be too high: {remedy}"
+        )
 
 
 class _Versioned(Struct):

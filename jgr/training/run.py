@@ -165,6 +165,9 @@ def train_to_best(
             if step != int(state.step):
                 state = folder.restore(step, state)
 
+        if train.learn_valid:
+            reached[manifest.LEARNT_VALID] = 1.0
+
         def write_beside(out: Path) -> None:
             save_catalog(catalog, out / manifest.CATALOG)
             manifest.write(out, config, catalog, reached)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -35,6 +36,8 @@ from jgr.serving.decoders.loading import load_engine
 from jgr.training.retriever import train_retriever
 from tests.serving.certificates import make_pems, tls
 from tests.serving.decoders.test_model_server import Served
+from tests.serving.scorer_fakes import CATALOG, HSTU
+from tests.serving.scorer_fakes import make_folder as make_scorer
 from tests.serving.tiny_model import N_ITEMS, make_catalog, make_folder
 
 RUN = "import sys; from jgr.cli.main import run; sys.exit(run())"
@@ -197,6 +200,37 @@ def test_what_does_not_fit_is_refused(served: Served, dataset: Dataset) -> None:
         evaluate(named, dataset, Options(ks=(1,), limit=1))
     with pytest.raises(UserError, match=r"--fuse_depth: 9 needs a beam\.width of at least that; it is 8"):
         run(served, dataset, fuse_depth=9)
+
+
+def test_a_model_without_beams_has_no_curve_and_no_other_search(tmp_path: Path) -> None:
+    config = make_scorer(tmp_path / "hstu", replace(HSTU, bias="positions"))
+    dataset = Dataset(CATALOG, leave_one_out([[0, 1, 2, 3], [3, 2, 1, 0]]))
+    with pytest.raises(UserError, match=f"--unconstrained: {tmp_path / 'hstu'} only ranks: it generates no"):
+        evaluate(config, dataset, replace(OPTIONS, unconstrained=True))
+    with pytest.raises(UserError, match="--sweep: tiny only ranks: it has no beams and no curve"):
+        evaluate(config, dataset, replace(OPTIONS, sweep="beam.width=4,8"))
+
+
+def test_validation_targets_that_were_learnt_are_not_measured(
+    served: Served, dataset: Dataset, tmp_path: Path
+) -> None:
+    folder = str(tmp_path / "sasrec")
+    config = override(
+        Config(), f"train.out={folder}", "train.model=sasrec", "train.steps=1", "train.batch=4", "train.hidden=16",
+        "train.learn_valid=true",
+    )  # fmt: skip
+    train_retriever(config, dataset)
+    words = (
+        f"{folder} has learnt the validation targets (train.learn_valid), so its figures would be too high"
+    )
+    for flag, asked, options in (
+        ("--split", override(config, f"model.path={folder}"), OPTIONS),
+        ("--baseline", served.config, replace(OPTIONS, baseline=(folder,))),
+    ):
+        with pytest.raises(UserError, match=re.escape(f"{flag}: {words}: give --split=test")):
+            evaluate(asked, dataset, replace(options, split="valid"))
+    _, report = run(served, dataset, url=served.url, baseline=(folder,), limit=3, resamples=0)
+    assert "SASRec" in report["rows"]
 
 
 def test_the_model_that_answered_is_named(served: Served, dataset: Dataset) -> None:

@@ -11,10 +11,10 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from jgr.config import DataConfig, TrainConfig
+from jgr.config import Config, DataConfig, TrainConfig
 from jgr.data.datasets import load_dataset
 from jgr.evaluation.candidates import load_candidates
-from jgr.models import params, retrievers
+from jgr.models import manifest, params, retrievers
 
 RUN = "import sys; from jgr.cli.main import run; sys.exit(run())"
 
@@ -40,6 +40,25 @@ def test_it_writes_the_candidates_of_a_split_and_counts_the_targets(tmp_path: Pa
         "retriever": "LRURec", "split": "valid", "exclude_history": True, "users": len(valid),
         "eligible": int(hits.sum()), "recall@10": round(found.recall(10), 4), "recall@20": round(hits.mean(), 4),
     }  # fmt: skip
+
+
+def test_validation_targets_that_were_learnt_are_not_counted(tmp_path: Path) -> None:
+    dataset, folder = load_dataset(DataConfig()), tmp_path / "lru"
+    cfg = retrievers.make_config(TrainConfig(model="lrurec", hidden=8, mlp=8), dataset.catalog.item_ids)
+    weights = params.initialize(retrievers.retriever(cfg).spec(cfg), jax.random.key(0))
+
+    def beside(out: Path) -> None:
+        manifest.write(out, Config(), dataset.catalog, {"steps": 1.0, manifest.LEARNT_VALID: 1.0})
+
+    retrievers.save(folder, cfg, weights, beside)
+    done = _retrieve(f"--retriever={folder}", "--split=valid", "--k=20")
+    assert (done.returncode, done.stdout, done.stderr) == (
+        2,
+        "",
+        f"jgr: --split: {folder} has learnt the validation targets (train.learn_valid), so its figures would be too "
+        "high: give --split=test\n",
+    )
+    assert _retrieve(f"--retriever={folder}", "--k=20").returncode == 0
 
 
 def test_mistakes_are_one_line(tmp_path: Path) -> None:

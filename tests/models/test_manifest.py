@@ -223,7 +223,10 @@ def test_trainings_write_it_with_what_they_reached(tmp_path: Path) -> None:
     )
     with without_curves():
         found = manifest.read(train_retriever(retriever, dataset))
-    assert found is not None and found.metrics == {"steps": 2.0}
+        assert found is not None and found.metrics == {"steps": 2.0}
+        whole = override(retriever, "train.learn_valid=true", f"train.out={tmp_path / 'whole'}")
+        found = manifest.read(train_retriever(whole, dataset))
+    assert found is not None and found.metrics == {"steps": 2.0, "learnt_valid": 1.0}
 
 
 def test_a_catalog_keeps_its_version_in_the_folder(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import pytest
 
 from jgr.catalog.catalog import Catalog
-from jgr.config import Config, ConfigError, override
+from jgr.config import Config, ConfigError, UserError, override
 from jgr.data.datasets import Dataset
 from jgr.data.interactions import leave_one_out
 from jgr.data.preparation.prepare import train_title_tokenizer
@@ -283,6 +283,14 @@ def test_a_prompt_with_words_behind_the_history_is_served_too(tmp_path: Path) ->
     train_ranker(cfg, ring())
     model = load_engine(cfg).info
     assert model.max_history_in_prompt == 6
+
+
+def test_a_retriever_that_has_learnt_the_targets_does_not_validate(tmp_path: Path) -> None:
+    sasrec = ("train.model=sasrec", "train.steps=1", "train.evaluate_every=0", "train.learn_valid=true")
+    train_retriever(config(tmp_path / "retriever", *sasrec), ring())
+    cfg = config(tmp_path / "ranker", f"train.retriever={tmp_path / 'retriever'}")
+    with pytest.raises(UserError, match=r"train\.retriever: .*retriever has learnt the validation targets"):
+        validation.ranker_recall(cfg, ring())
 
 
 def test_a_run_does_not_go_on_with_a_retriever_that_was_trained_anew(tmp_path: Path) -> None:
