@@ -624,12 +624,13 @@ TITLES: tuple[tuple[str, str], ...] = (
     ),
     (
         r"rcllm-keeps-of-full-ndcg10-items-(?P<data>\w+)",
-        "NDCG@10 of RcLLM with .3 of the candidates' tokens computed, as a share of full recompute's, on {data}",
+        "NDCG@10 of RcLLM over full recompute's, on {data}; .3 of the candidates' tokens and both ends of each are "
+        "computed",
     ),
     (
         r"rcllm-keeps-of-full-ndcg10-items-and-texts-(?P<data>\w+)",
-        "NDCG@10 of RcLLM with .3 of the candidates' and of the history's tokens computed, as a share of full "
-        "recompute's, on {data}",
+        "NDCG@10 of RcLLM over full recompute's, on {data}; .3 of the candidates, their ends and .3 of the history are "
+        "computed",
     ),
     (
         r"rcllm-ndcg10-less-(?P<method>epic|cacheblend)-(?P<data>\w+)",
