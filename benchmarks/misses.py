@@ -54,13 +54,6 @@ MISSES = (
         "the shorter deadline at about the load of the capacity misses.",
     ),
     Miss(
-        "What RcLLM keeps of the accuracy on Industrial",
-        r"rcllm-keeps-of-full-ndcg10-items(-and-texts)?-industrial",
-        "The letter of a candidate is read where it ends. At r = .3 the attention of the first layer, by which tokens "
-        "are chosen, leaves out the last token of a third of the candidates, and these cannot be read. At r = .5 the "
-        "target is reached.",
-    ),
-    Miss(
         "Kernels on an H200",
         r"h200-kernels-(largest-distance-over-limit|slowest-over-xla)",
         "What is far from its plain form are cases of the beam step in float32: XLA computes their product in "
