@@ -15,6 +15,10 @@ rate of 1e-3, and without prompt.max_items, train.max_items and train.dropout in
 
 The candidates of training are the retriever's own (train.retrieved). Those of Industrial teach the contrary here, for
 the target is seldom among the retriever's best: NDCG@10 .20 after 300 steps, below chance.
+
+This recipe is not finished. After 750 steps the letters order the retriever's 20 candidates with an NDCG@10 of .42,
+where the retriever's own order has .44 and the next item that the same model names .46 (588 validation examples); of
+prompts that name the candidate .97 are right. All of it was still rising.
 """
 
 from pathlib import Path
@@ -38,7 +42,7 @@ def get_config() -> Config:
         "train.retriever=runs/lrurec_ml1m",
         f"train.out={OUT}",
         "train.max_items=50",
-        "train.steps=1600",
+        "train.steps=3200",
         "train.learning_rate=1e-3",
         "train.retrieved=true",
         "train.validation_examples=3000",

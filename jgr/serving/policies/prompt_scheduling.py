@@ -344,8 +344,7 @@ class PromptScheduler:
         lengths = [len(item) for item in of_kind(unplanned.prompt, Kind.ITEM)]
         firsts, chosen = repair.firsts(lengths), repair.chosen(lengths)
         reads = not unplanned.fresh and self._policy in KEEP_ITEMS
-        segments: list[PlannedSegment] = []
-        cached, of_user, to_repair = 0, 0, iter(firsts)
+        segments, cached, of_user, to_repair = list[PlannedSegment](), 0, 0, iter(firsts)
         wanted = unplanned.near if moves else None
         near = self._near(wanted, places[0]) if wanted is not None and wanted.runs else None
         for segment, place in places:
