@@ -117,7 +117,8 @@ class TrainConfig:
     max_items: int = 20  # history items per training example
     checkpoint_every: int = 200  # steps between checkpoints; a killed run goes on from the last one
     evaluate_every: int = 0  # steps between validations; 0: none, and the last step's weights are kept
-    # Validations (train.evaluate_every) without an improvement after which training stops; 0: it never stops early.
+    # Validations without an improvement after which training stops; 0, or without train.evaluate_every: it never stops
+    # early.
     patience: int = 0
     # Folder of event files for TensorBoard; empty: none are written. It needs jgr[tensorboard].
     tensorboard: str = ""
@@ -147,10 +148,6 @@ class TrainConfig:
         for name in ("dropout", "adam_b2", "label_smoothing", "skip_events", "hard_negatives"):
             value = getattr(self, name)
             require(value < 1, f"train.{name} must be below 1, not {value}")
-        require(
-            not self.patience or self.evaluate_every > 0,
-            "train.patience counts validations: set train.evaluate_every, or train.patience to 0",
-        )
         validates = self.learn_valid and self.evaluate_every > 0
         require(
             not validates, "train.learn_valid leaves nothing to validate on: train.evaluate_every must be 0"

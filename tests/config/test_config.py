@@ -79,7 +79,6 @@ def test_override_types_the_value_by_its_field(assignment: str, section: str, fi
         ("train.kv_heads=3", "train.heads (4) must be a multiple of train.kv_heads (3)"),
         ("train.head_dim=5", "train.head_dim must be even"),
         ("train.dropout=1", "train.dropout must be below 1"),
-        ("train.patience=2", "train.patience counts validations: set train.evaluate_every"),
         ("train.learn_valid=true", "train.learn_valid: train.model=generator is no retriever"),
         ("train.retriever=runs/hstu", "train.retriever: train.model=generator is no ranker"),
         ("train.lookups=0.5", "train.lookups: train.model=generator is no ranker"),
