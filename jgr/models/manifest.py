@@ -32,7 +32,8 @@ SCHEMA = 1
 """The version of the file's form. A reader refuses a newer one, whose fields may mean something else."""
 MAX_BYTES = 1 << 20
 LEARNT_VALID = "learnt_valid"
-"""Among the metrics, as 1, where the validation targets were learnt too: an older jgr refuses a field of its own."""
+"""A metric that is 1 if the model has learnt the validation targets (train.learn_valid). It is a metric because older
+versions of jgr refuse a file with fields that they do not know."""
 
 _SECTIONS = (
     "model", "catalog", "prompt", "beam", "rank", "executors", "cache", "features", "profiles", "batching",
