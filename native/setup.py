@@ -57,6 +57,7 @@ setup(
                 "src/vectors.inc",
                 "src/blocks.inc",
                 "src/beams.inc",
+                "src/mass.inc",
                 "src/parallel.h",
             ],
             extra_compile_args=[*COMMON, "-isystem", jax.ffi.include_dir()],

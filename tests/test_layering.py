@@ -25,6 +25,7 @@ FLOORS = (
         "jgr.extras",
         "jgr.heap",
         "jgr.boot",
+        "jgr.control_groups",
         "jgr.cores",
         "jgr.logs",
         "jgr.stopping",

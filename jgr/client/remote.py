@@ -343,8 +343,11 @@ def _check_options(
 
 
 def _named(body: bytes, model: str) -> bytes:
-    """The body with a model's name, unless it has one."""
-    return msgspec.json.encode({"model": model, **msgspec.json.decode(body)})
+    """The body with a model's name, unless it has one: null is none."""
+    fields = msgspec.json.decode(body)
+    if fields.get("model") is None:
+        fields["model"] = model
+    return msgspec.json.encode(fields)
 
 
 def _of_user(body: bytes) -> tuple[str, bytes]:

@@ -15,23 +15,25 @@ class Breaker:
         self.failed_in_row = 0
         self._pause_s = FIRST_S
         self._again_s = 0.0
+        self._asking = False
 
     def may(self, now_s: float) -> bool:
         """Whether to ask now. A True is one question: until its end others are told False."""
         if self.failed_in_row < AFTER:
             return True
-        if now_s < self._again_s:
+        if self._asking or now_s < self._again_s:
             return False
-        self._again_s = now_s + self._pause_s
+        self._asking = True
         return True
 
     def failed(self, now_s: float) -> None:
         """A question got no answer."""
         self.failed_in_row += 1
+        self._asking = False
         if self.failed_in_row >= AFTER:
             self._again_s = now_s + self._pause_s
             self._pause_s = min(2 * self._pause_s, MOST_S)
 
     def worked(self) -> None:
         """A question got an answer, whatever it was."""
-        self.failed_in_row, self._pause_s = 0, FIRST_S
+        self.failed_in_row, self._pause_s, self._asking = 0, FIRST_S, False

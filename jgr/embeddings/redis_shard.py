@@ -77,19 +77,23 @@ class RedisShard:
                     f"table {self._table}: the server of embeddings.remote was not asked, since it failed "
                     f"{self._breaker.failed_in_row} times in a row, at last so: {self._why}"
                 )
+        why: str | None = "it raised an error"  # None: it answered
         try:
             found = self._server.read(rows, self.header)
+            why = None
         except ShardAway as error:
-            with self._lock:
-                self._breaker.failed(self._clock())
-                self._why = str(error)
+            why = str(error)
             raise
         except ShardError:  # a wrong answer is one
-            with self._lock:
-                self._breaker.worked()
+            why = None
             raise
-        with self._lock:
-            self._breaker.worked()
+        finally:
+            with self._lock:
+                if why is None:
+                    self._breaker.worked()
+                else:
+                    self._breaker.failed(self._clock())
+                    self._why = why
         return found
 
     def close(self) -> None:

@@ -164,11 +164,11 @@ def search_all(
         found.unconstrained.count(leaves, alive)
         for i, best, real in zip(chosen, leaves, alive, strict=True):
             hidden = examples.histories[i] if exclude_history else np.zeros(0, np.int32)
-            rows = _rows(tree, best[real], top_k, hidden)
+            rows = _rows(tree, best[real], top_k, config.beam.items_per_id, hidden)
             found.ranked[i, : len(rows)] = rows
         bound = beam.recommend(
             params, tables, tokens, lengths, np.full(batch, width, np.int32),
-            cfg=cfg, width=width, normalize=config.beam.normalize,
+            cfg=cfg, width=width, normalize=config.beam.normalize, approximate=config.beam.approximate,
         )  # fmt: skip
         codes, scores = np.asarray(bound.codes)[:n], np.asarray(bound.scores)[:n]
         sequences = np.stack([tokens_of[level][codes[..., level]] for level in range(catalog.depth)], axis=-1)
@@ -177,12 +177,13 @@ def search_all(
     return found
 
 
-def _rows(tree: PrefixTree, leaves: Int32, top_k: int, hidden: Int32) -> Int32:
-    """The first top_k places: every leaf's rows in catalog order, without the hidden ones; -1 for an invalid leaf."""
+def _rows(tree: PrefixTree, leaves: Int32, top_k: int, per_leaf: int, hidden: Int32) -> Int32:
+    """The first top_k places: the first rows of each leaf, per_leaf at most, without the hidden ones; -1 for an invalid
+    leaf."""
     places: list[Int32] = []
     for leaf in leaves[: top_k + len(hidden)]:
         rows = tree.rows_of(leaf) if leaf >= 0 else np.array([-1], np.int32)
-        places.append(rows[~np.isin(rows, hidden)])
+        places.append(rows[~np.isin(rows, hidden)][:per_leaf])
     return np.concatenate([np.zeros(0, np.int32), *places])[:top_k]
 
 

@@ -89,10 +89,12 @@ def generator_recall(config: Config, dataset: Dataset) -> Callable[[GeneratorCon
             found = beam.recommend(
                 params, tables, padded, lengths, widths,
                 cfg=cfg, width=config.beam.width, normalize=config.beam.normalize,
+                approximate=config.beam.approximate,
             )  # fmt: skip
             leaves, alive = np.asarray(found.leaves), ~np.isneginf(np.asarray(found.scores))
             for row, i in enumerate(chosen):
-                rows = [tree.rows_of(leaf) for leaf in leaves[row, alive[row]][:TOP_K]]
+                best_leaves = leaves[row, alive[row]][:TOP_K]
+                rows = [tree.rows_of(leaf)[: config.beam.items_per_id] for leaf in best_leaves]
                 best = np.concatenate(rows)[:TOP_K]
                 ranked[i, : len(best)] = best
         return _recall(ranked, examples)

@@ -33,6 +33,7 @@ _NEVER = np.iinfo(np.int64).max
 _SEEN = np.array([MISSING, FRESH], np.uint8)  # by whether a record is there
 _SEEN_OLD = np.array([MISSING, STALE], np.uint8)
 _VALUE, _NOT_FOUND, _FAILURE = int(Event.VALUE), int(Event.NOT_FOUND), int(Event.FAILURE)
+_PENDING = State.PENDING, State.STALE_PENDING
 
 UInt8 = npt.NDArray[np.uint8]
 Int32 = npt.NDArray[np.int32]
@@ -68,11 +69,12 @@ class Got(NamedTuple):
 class _Bucket:
     """The slots first .. end - 1, of which those from `unused` on were never used.
 
-    victims: the bucket's slots, least recently used first; ticks: when each was last used. Those before `tried` are
-    dealt with; a slot whose last use is later than its tick is no victim any more."""
+    victims: slots that could go when they were looked for, least recently used first; ticks: when each was last used.
+    Those before `tried` are dealt with; a slot whose last use is later than its tick is no victim any more. full_at:
+    the last tick in which no slot could go."""
 
     def __init__(self, first: int, end: int) -> None:
-        self.first, self.end, self.unused, self.tried = first, end, first, 0
+        self.first, self.end, self.unused, self.tried, self.full_at = first, end, first, 0, 0
         self.victims: Int64 = np.zeros(0, np.int64)
         self.ticks: Int64 = np.zeros(0, np.int64)
 
@@ -250,7 +252,7 @@ class Memory:
             assert bucket.first <= slot < bucket.unused, "a slot is not its bucket's"
         empty = np.append(0, slots[~self._found[slots]])
         assert (self._records[empty] == self._default).all(), "an item without features has some"
-        pending = np.flatnonzero(np.isin(self._state, (State.PENDING, State.STALE_PENDING)))
+        pending = np.flatnonzero(np.isin(self._state, _PENDING))
         assert (self._rows[pending] >= 0).all(), "a pending item lost its slot"
 
     def _admit(self, rows: list[int]) -> None:
@@ -288,19 +290,28 @@ class Memory:
     def _victim(self, bucket: _Bucket) -> int:
         """The least recently used slot that was not used in this tick and is not pending; 0: none.
 
-        The order is sorted once and then read on: slots that were used meanwhile come after all others.
+        The order is sorted once and then read on: slots that were used meanwhile come after all others. Within a tick
+        no slot can go that could not before, so a bucket in which none can is searched once.
         """
-        for _ in range(2):
+        if bucket.full_at == self._tick:
+            return 0
+        for anew in (False, True):
+            if anew:
+                self._look_for_victims(bucket)
             while bucket.tried < len(bucket.victims):
                 slot, tick = int(bucket.victims[bucket.tried]), bucket.ticks[bucket.tried]
                 bucket.tried += 1
-                pending = self._state[slot] in (State.PENDING, State.STALE_PENDING)
-                if self._used[slot] == tick and tick < self._tick and not pending:
+                if self._used[slot] == tick and self._state[slot] not in _PENDING:
                     return slot
-            own = slice(bucket.first, bucket.end)
-            order = np.argsort(self._used[own], kind="stable")
-            bucket.victims, bucket.ticks, bucket.tried = order + bucket.first, self._used[own][order], 0
+        bucket.full_at = self._tick
         return 0
+
+    def _look_for_victims(self, bucket: _Bucket) -> None:
+        own = slice(bucket.first, bucket.end)
+        used, states = self._used[own], self._state[own]
+        order = np.argsort(used, kind="stable")
+        order = order[(used[order] < self._tick) & ~np.isin(states[order], _PENDING)]
+        bucket.victims, bucket.ticks, bucket.tried = order + bucket.first, used[order], 0
 
 
 def _event(end: End) -> int:

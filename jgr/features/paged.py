@@ -130,7 +130,7 @@ class PagedRecords:
             found = self._pages.records(NAME, padded, words, there & ~sent, sent)
             if found.words is not None:
                 return found.words
-            again = self._features.get_again(
-                rows[found.gone]
-            )  # nothing of it is in the pool alone: once is enough
-            records[found.gone], states[found.gone] = again.records, again.states
+            again = self._features.get_again(rows[found.gone])
+            # Whole records, whose headers say that they are sent: so once is enough. By fields a header is not copied.
+            in_words, new = (x.view(np.uint32).reshape(len(x), -1) for x in (records, again.records))
+            in_words[found.gone], states[found.gone] = new, again.states

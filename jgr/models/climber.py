@@ -312,6 +312,7 @@ def _asked(
                 f"features: the model reads {feature.name} as categories, whole numbers, and is given {given.dtype}"
             )
         if feature.rows:
+            given = given.astype(jnp.int32)  # in 8 bits the number of rows would be another one
             found = jnp.where((given > 0)[..., None], table[given % feature.rows], 0)
             x = x + found.sum(axis=2)
         else:  # prices and counts span orders of magnitude

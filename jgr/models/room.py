@@ -16,6 +16,7 @@ from pathlib import Path
 
 import jax
 
+from jgr.control_groups import control_groups
 from jgr.models.params import CheckpointError
 
 SPARE_BYTES = 64 << 20
@@ -64,31 +65,16 @@ def host_bytes(root: Path = Path("/")) -> int:
     return min([machine, *(limit for limit, _ in _groups(root))])
 
 
-_FILES = {
-    "": ("", "memory.max", "memory.current", "inactive_file"),
-    "memory": ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-}
-"""By controller, "" for cgroup v2: the folder, the files of limit and use, and what of memory.stat is given back."""
+_V2 = "memory.max", "memory.current", "inactive_file"
+_V1 = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+"""By the version of control groups: the files of limit and use, and what of memory.stat is given back on demand."""
 
 
 def _groups(root: Path) -> Iterator[tuple[int, int]]:
     """(limit, used) in bytes of each control group with a limit that this process is in, as far as it may see them."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        for controller in controllers.split(","):
-            if controller in _FILES:
-                folder, *names = _FILES[controller]
-                top = root / "sys/fs/cgroup" / folder
-                own = top / path.lstrip("/")
-                for group in (own, *own.parents):
-                    if (found := _group(group, *names)) is not None:
-                        yield found
-                    if group == top:
-                        break
+    for group in control_groups("memory", root):
+        if (found := _group(group, *(_V2 if (group / _V2[0]).exists() else _V1))) is not None:
+            yield found
 
 
 def _group(group: Path, limit: str, used: str, given_back: str) -> tuple[int, int] | None:

@@ -19,11 +19,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-INTERFACE = 5
+INTERFACE = 6
 """The calls that this version of jgr makes; the library must have the same number."""
 TYPES = ("float32", "bfloat16")
 CALLS = {
     **dict.fromkeys(("attention", "beam_attention", "inputs", "output"), TYPES),
+    "attention_mass": TYPES[:1],
     **dict.fromkeys(("pack", "dense", "token_logits"), TYPES[1:]),
 }
 """The calls of the library, each with the types of its arrays."""

@@ -187,7 +187,7 @@ class RankRequest(Struct, forbid_unknown_fields=True, kw_only=True, frozen=True)
         Meta(
             description="Where scoring all candidates would take too long for the deadline, only the first ones may be "
             "scored, at least this many; put the likely ones first. usage.candidates says how many were. null, or more "
-            "than there are: nothing less than all of them."
+            'than there are: nothing less than all of them, and so with "all".'
         ),
     ] = None
     exclude_history: Annotated[

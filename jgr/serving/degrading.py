@@ -13,8 +13,9 @@ from jgr.serving.known_items import texts
 
 def shrinks(request: Request) -> bool:
     """Whether it may be answered by less than it asks for."""
-    least = request.min_candidates if isinstance(request, RankRequest) else request.min_beam_width
-    return least is not None
+    if isinstance(request, RankRequest):
+        return request.min_candidates is not None and request.candidates != "all"
+    return request.min_beam_width is not None
 
 
 def smaller(request: Request, size: int, sizes: Sequence[int] | None) -> Request | None:
@@ -25,13 +26,12 @@ def smaller(request: Request, size: int, sizes: Sequence[int] | None) -> Request
     each size has a cost of its own, and half of it is the next one.
     """
     least = request.min_candidates if isinstance(request, RankRequest) else request.min_beam_width
-    if least is None or least >= size:
+    if not shrinks(request) or least is None or least >= size:
         return None
     below = [size // 2] if sizes is None else [each for each in sizes if each < size]
     fewer = max(least, *below) if below else least
     if isinstance(request, RankRequest):
-        if request.candidates == "all":
-            return None
+        assert request.candidates != "all"
         top_k = None if request.top_k is None else min(request.top_k, fewer)
         return replace(request, candidates=_scored(request, request.candidates)[:fewer], top_k=top_k)
     return replace(request, beam_width=fewer, top_k=min(request.top_k, fewer))

@@ -7,7 +7,7 @@ import ctypes
 import importlib.util
 from pathlib import Path
 
-INTERFACE = 5
+INTERFACE = 6
 """Raised with every change of what a call takes or gives; jgr uses no library of another number."""
 
 

@@ -646,6 +646,6 @@ void logits(const Logits<Bfloat16>& call, int64_t first, int64_t columns) {
 
 const Kernels<Bfloat16> kAmx = {"amx", kColumns, kDeep, kRows, kPanel, kKeyBlock, pack, arrange, attention_room, attend,
                                 beams_room, attend_beams, inputs_room, inputs, output_room, output,
-                                dense_room, dense, arrange_rows, logits};
+                                dense_room, dense, arrange_rows, logits, nullptr, nullptr};
 
 }  // namespace jgr

@@ -174,38 +174,44 @@ void check_room(Check& check, const Kernels<Type>& kernels, int64_t heads, int64
       .that(arranged >= heads * parts(keys, kernels.key_block) * kernels.key_block * dim, "arranged is too small");
 }
 
-// queries [6, B, T]: request, segment, order, sees, earlier, lowest. described [4, B, S]: of keys, the kind last.
-// arranged: working memory.
+// What all calls over segments take: queries [6, B, T]: request, segment, order, sees, earlier, lowest; described
+// [4, B, S]: of keys, the kind last.
+template <class Type>
+Attention<Type> over_segments(Check& check, Array<Type>& q, Array<Type>& k, Ints& queries, Ints& described) {
+  Attention<Type> call{};
+  check.that(best<Type>() != nullptr, kNoKernels);
+  check.that(q.dimensions().size() == 4 && k.dimensions().size() == 4, "q and k must have four dimensions");
+  if (check.failed()) return call;
+  call.batch = q.dimensions()[0], call.queries = q.dimensions()[1], call.heads = q.dimensions()[2];
+  call.dim = q.dimensions()[3], call.kv_heads = k.dimensions()[1], call.keys = k.dimensions()[2];
+  check.is("k", k, {call.batch, call.kv_heads, call.keys, call.dim})
+      .is("queries", queries, {6, call.batch, call.queries})
+      .is("keys", described, {4, call.batch, call.keys})
+      .that(call.kv_heads > 0 && call.heads % call.kv_heads == 0, "heads must be a multiple of kv_heads");
+  call.q = q.typed_data(), call.k = k.typed_data();
+  const int32_t* at = queries.typed_data();
+  const int64_t tokens = call.batch * call.queries, keys = call.batch * call.keys;
+  call.q_request = at, call.q_segment = at + tokens, call.q_order = at + 2 * tokens;
+  call.q_sees = at + 3 * tokens, call.q_earlier = at + 4 * tokens, call.q_lowest = at + 5 * tokens;
+  at = described.typed_data();
+  call.k_request = at, call.k_segment = at + keys, call.k_order = at + 2 * keys, call.k_kind = at + 3 * keys;
+  return call;
+}
+
+// See over_segments. arranged: working memory.
 template <class Type>
 ffi::Error attention(ffi::ThreadPool pool, Array<Type> q, Array<Type> k, Array<Type> v, Ints queries, Ints described,
                      Made<Type> out, Made<Type> arranged) {
   Check check;
-  const Kernels<Type>* const found = best<Type>();
-  check.that(found != nullptr, kNoKernels);
-  check.that(q.dimensions().size() == 4 && k.dimensions().size() == 4, "q and k must have four dimensions");
+  Attention<Type> call = over_segments<Type>(check, q, k, queries, described);
   if (check.failed()) return check.error();
-  const auto of_q = q.dimensions(), of_k = k.dimensions();
-  const Kernels<Type>& kernels = *found;
-  Attention<Type> call{};
-  call.batch = of_q[0], call.queries = of_q[1], call.heads = of_q[2], call.dim = of_q[3];
-  call.kv_heads = of_k[1], call.keys = of_k[2];
-  check.is("k", k, {call.batch, call.kv_heads, call.keys, call.dim})
-      .is("v", v, {call.batch, call.kv_heads, call.keys, call.dim})
-      .is("queries", queries, {6, call.batch, call.queries})
-      .is("keys", described, {4, call.batch, call.keys})
-      .is("out", *out, {call.batch, call.queries, call.heads, call.dim})
-      .that(call.kv_heads > 0 && call.heads % call.kv_heads == 0, "heads must be a multiple of kv_heads");
+  const Kernels<Type>& kernels = *best<Type>();
+  check.is("v", v, {call.batch, call.kv_heads, call.keys, call.dim})
+      .is("out", *out, {call.batch, call.queries, call.heads, call.dim});
   check_room(check, kernels, call.batch * call.kv_heads, call.keys, call.dim, arranged->element_count());
   if (check.failed()) return check.error();
-  call.q = q.typed_data(), call.k = k.typed_data(), call.v = v.typed_data(), call.out = out->typed_data();
+  call.v = v.typed_data(), call.out = out->typed_data();
   call.arranged = arranged->typed_data();
-  const int32_t* at = queries.typed_data();
-  const int64_t tokens = call.batch * call.queries;
-  call.q_request = at, call.q_segment = at + tokens, call.q_order = at + 2 * tokens;
-  call.q_sees = at + 3 * tokens, call.q_earlier = at + 4 * tokens, call.q_lowest = at + 5 * tokens;
-  at = described.typed_data();
-  const int64_t keys = call.batch * call.keys;
-  call.k_request = at, call.k_segment = at + keys, call.k_order = at + 2 * keys, call.k_kind = at + 3 * keys;
 
   if (kernels.arrange != nullptr)
     arrange(
@@ -221,6 +227,44 @@ ffi::Error attention(ffi::ThreadPool pool, Array<Type> q, Array<Type> k, Array<T
     const int64_t head = item % (call.batch * call.kv_heads), block = blocks - 1 - item / (call.batch * call.kv_heads);
     kernels.attend(call, head / call.kv_heads, head % call.kv_heads, block, room(kernels.attention_room(call)));
   });
+  return ffi::Error::Success();
+}
+
+constexpr int64_t kSums = 32;  // as many sums of what keys get, so that the order of adding does not depend on threads
+
+// See over_segments, of which the keys are the queries' own. out [B, T]: what each token gets from a query that sees it.
+template <class Type>
+ffi::Error attention_mass(ffi::ThreadPool pool, Array<Type> q, Array<Type> k, Ints queries, Ints described,
+                          ffi::ResultBuffer<ffi::F32> out) {
+  Check check;
+  Attention<Type> call = over_segments<Type>(check, q, k, queries, described);
+  if (check.failed()) return check.error();
+  const Kernels<Type>& kernels = *best<Type>();
+  check.that(kernels.give != nullptr, kNoKernels)
+      .that(call.keys == call.queries, "the keys must be the queries' own")
+      .is("out", *out, {call.batch, call.queries});
+  if (check.failed()) return check.error();
+
+  const std::vector<Bounds> bounds = bounds_of_keys(call, kernels.key_block);
+  call.key_bounds = bounds.data();
+  const int64_t group = call.heads / call.kv_heads, tokens = call.batch * call.keys;
+  const int64_t blocks = parts(call.queries * group, kernels.lanes), items = call.batch * call.kv_heads * blocks;
+  const int64_t sums = std::min(items, kSums);
+  std::vector<float> mass(sums * tokens);
+  std::vector<int32_t> seers(sums * tokens);
+  parallel(pool, sums, [=, &kernels, &mass, &seers](int64_t mine) {
+    for (int64_t item = mine; item < items; item += sums) {
+      const int64_t head = item / blocks, row = head / call.kv_heads, at = mine * tokens + row * call.keys;
+      kernels.give(call, row, head % call.kv_heads, item % blocks, room(kernels.mass_room(call)), &mass[at], &seers[at]);
+    }
+  });
+  float* const to = out->typed_data();
+  for (int64_t token = 0; token < tokens; ++token) {
+    float got = 0;
+    int64_t number = 0;  // each query once for every head of the group
+    for (int64_t at = token; at < sums * tokens; at += tokens) got += mass[at], number += seers[at];
+    to[token] = got / static_cast<float>(std::max<int64_t>(number / group, 1));
+  }
   return ffi::Error::Success();
 }
 
@@ -622,6 +666,12 @@ auto binding_of_attention() {
 }
 
 template <class Type>
+auto binding_of_mass() {
+  return ffi::Ffi::Bind().template Ctx<ffi::ThreadPool>().template Arg<Array<Type>>().template Arg<Array<Type>>().template Arg<Ints>()
+      .template Arg<Ints>().template Ret<Floats>();
+}
+
+template <class Type>
 auto binding_of_beams() {
   return ffi::Ffi::Bind().template Ctx<ffi::ThreadPool>().template Arg<Array<Type>>().template Arg<Array<Type>>().template Arg<Array<Type>>().template Arg<Ints>()
       .template Arg<Array<Type>>().template Arg<Array<Type>>().template Arg<Ints>().template Arg<Ints>().template Ret<Array<Type>>().template Ret<Array<Type>>();
@@ -669,6 +719,7 @@ auto binding_of_logits() {
 
 JGR_CALL(jgr_native_attention_float32, binding_of_attention, attention, float);
 JGR_CALL(jgr_native_attention_bfloat16, binding_of_attention, attention, jgr::Bfloat16);
+JGR_CALL(jgr_native_attention_mass_float32, binding_of_mass, attention_mass, float);
 JGR_CALL(jgr_native_beam_attention_float32, binding_of_beams, beam_attention, float);
 JGR_CALL(jgr_native_beam_attention_bfloat16, binding_of_beams, beam_attention, jgr::Bfloat16);
 JGR_CALL(jgr_native_inputs_float32, binding_of_inputs, inputs, float);

@@ -121,6 +121,10 @@ struct Kernels {
   // Rows [rows, dim], `panel` at most, as `logits` wants them, in [panel * dim].
   void (*arrange_rows)(const Type* from, int64_t rows, int64_t dim, Type* arranged);
   void (*logits)(const Logits<Type>&, int64_t first, int64_t columns);
+  int64_t (*mass_room)(const Attention<Type>&);
+  // v and out are not used.
+  void (*give)(const Attention<Type>&, int64_t row, int64_t kv_head, int64_t block, float* room, float* mass,
+               int32_t* seers);
 };
 
 extern const Kernels<float> kAvx2, kAvx512, kGeneric;

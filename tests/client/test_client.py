@@ -76,6 +76,8 @@ def test_a_refusal_has_its_type_and_field(client: jgr.Client, server: LiveServer
     with jgr.Client(server.listener.url, "secret", model="other") as misled:
         with pytest.raises(jgr.NotFound):
             misled.recommend(["a"], top_k=3)
+        with pytest.raises(jgr.NotFound):  # null in a request names no model, so that the client's counts
+            misled.recommend(["a"], top_k=3, model=None)
         with pytest.raises(jgr.NotFound, match="there is no model 'other'; there are jgr"):
             _ = misled.info
     with jgr.Client(server.listener.url, "secret", model="jgr") as named:

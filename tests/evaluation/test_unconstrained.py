@@ -134,6 +134,10 @@ def test_both_searches_of_a_model(config: Config, exclude_history: bool) -> None
     for i, history in enumerate(histories):
         kept = [row for rows in named[i] for row in rows if not (exclude_history and row in history)]
         assert found.ranked[i].tolist() == (kept + [-1] * 5)[:5]
+    one_each = search_all(override(config, "beam.items_per_id=1"), dataset, examples, (1, 5))
+    for i, rows in enumerate(named):
+        assert one_each.ranked[i].tolist() == [of_id[0] for of_id in rows][:5]
+    assert max(len(of_id) for of_id in rows_of.values()) > 1
     invalid = sum(best.count([-1]) for best in named)
     free, bound = found.unconstrained.to_json(), found.constrained.to_json()
     assert (free["sequences"], free["invalid"]) == (4 * 8, invalid)

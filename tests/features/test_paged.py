@@ -118,6 +118,19 @@ def test_what_goes_between_look_up_and_dispatch_is_asked_for_again() -> None:
         assert got.states.tolist() == [MISSING] * 3 and features.counts().missing == before + 3
 
 
+def test_where_no_page_is_to_be_had_the_store_is_asked_once() -> None:
+    """What it gives travels with the batch, since there is no page for it to stand in."""
+    store, clock = FakeStore({item: record(int(item)) for item in NUMBERS}), Clock()
+    with paged(store, clock) as (features, records, pool):
+        asked = rows("3", "1", "2")
+        features.get_many(asked)
+        got = features.get_many(asked)  # in the pool alone
+        lent = pool.shrink(PAGES)
+        assert seen(records, asked, got) == [(3, FRESH), (1, FRESH), (2, FRESH)]
+        assert store.asked == [["3", "1", "2"]] * 2
+        pool.grow(lent)
+
+
 def test_a_lost_pool_is_as_one_without_records() -> None:
     store, clock = FakeStore({item: record(int(item)) for item in NUMBERS}), Clock()
     with paged(store, clock) as (features, records, pool):

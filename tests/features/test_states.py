@@ -106,6 +106,24 @@ def test_the_cases_are_all_cases() -> None:
     assert WAITS == {"asynchronous": (), "sync_missing": (P,), "synchronous": (P, SP)}
 
 
+@pytest.mark.parametrize("pending", [True, False])
+def test_a_bucket_in_which_no_slot_can_go_is_searched_once(
+    pending: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All slots wait for the store, or the get uses them all itself."""
+    kept, searches, argsort = Kept(4, buckets=2), [], np.argsort
+    if pending:
+        kept.get(*range(4))
+    monkeypatch.setattr(np, "argsort", lambda *given, **how: searches.append(given) or argsort(*given, **how))
+    _, got = kept.get(*range(4, ITEMS))
+    assert (len(got.fetch), len(searches)) == (0 if pending else 4, 2)
+    monkeypatch.undo()
+    if pending:  # what came may go again
+        for item in range(4):
+            kept.commit(item, VALUE)
+        assert len(kept.get(*range(4, 8))[1].fetch) == 4
+
+
 def test_stale_values_are_served_and_deleted_items_are_not() -> None:
     kept, now = brought_to(SP)
     kept.commit(ITEM, FAILED, now)

@@ -196,6 +196,15 @@ def test_scores_are_the_formulas(cfg: ClimberConfig) -> None:
     assert np.median(abs(got - 0.5)) < 0.45 and got.std(axis=1).min() > 0.005  # far from the ends, and apart
 
 
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16])
+def test_categories_mean_the_same_in_every_integer_type(dtype: Any) -> None:
+    """There may be more rows than a small type can count."""
+    cfg = dataclasses.replace(CFG, features=(Feature("genre", 3, rows=1000),))
+    genre = FEATURES["genre"].astype(np.int64) % (np.iinfo(dtype).max + 1)
+    same = [scores(cfg, features={"genre": genre.astype(kind)}) for kind in (np.int32, dtype)]
+    np.testing.assert_array_equal(*same)
+
+
 def test_features_that_are_not_given_add_nothing() -> None:
     np.testing.assert_allclose(scores(CFG, features={})[3, 0], scores_by_hand(CFG, 3, 0, False), atol=2e-6)
     zeros = {name: np.zeros_like(x) for name, x in FEATURES.items()}

@@ -23,6 +23,8 @@ from hypothesis import given, settings
 from jgr.models import decoder, params
 from jgr.models.kv import BeamKV
 from jgr.ops import decoder_layer, native
+from jgr.ops.attention_mass import attention_mass
+from jgr.ops.attention_mass.cases import OP as OF_MASS
 from jgr.ops.beam_attention import beam_attention
 from jgr.ops.beam_attention import native as beams_form
 from jgr.ops.beam_attention.arguments import Arguments as OfBeams
@@ -47,7 +49,7 @@ NEEDED = {"generic": (), "avx2": AVX2, "avx512": (*AVX2, "avx512f", "avx512dq", 
 HAS = re.findall(r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)[:1]
 SETS = [name for name, needed in NEEDED.items() if set(needed) <= set(" ".join(HAS).split())]
 """Those that this processor has: there is no test of another."""
-OPS = (OP, OF_INPUTS, OF_OUTPUT)
+OPS = (OP, OF_MASS, OF_INPUTS, OF_OUTPUT)
 CASES = [pytest.param(op, case, id=f"{op.name}-{case.name}") for op in OPS for case in op.tagged("ci")]
 
 
@@ -175,6 +177,24 @@ def test_any_vectors(drawn: tuple[Tokens, Tokens, Array, Array]) -> None:
     arrays = values(queries)
     got = attend(Arguments(*arrays, queries, np.asarray(sees, np.int32), keys=keys, window=window))
     np.testing.assert_allclose(got, loop(*arrays, rule(*drawn)), atol=3e-6)
+
+
+@settings(max_examples=15, deadline=None)
+@given(anything())
+def test_attention_mass_of_any_tokens(drawn: tuple[Tokens, Tokens, Array, Array]) -> None:
+    queries, _, sees, _ = drawn
+    q, k, _ = values(queries)
+    given = q, k, queries, jnp.asarray(sees, jnp.int32)
+    got, want = (attention_mass(*given, implementation=form) for form in ("native", "reference"))
+    np.testing.assert_allclose(got, want, atol=2e-6)
+
+
+def test_attention_mass_does_not_depend_on_threads(kernels: str) -> None:
+    """Whichever thread computes a block, what keys get is added in one order."""
+    arrays, program = both(OF_MASS.name, "long")
+    first = np.asarray(program(arrays)[0])
+    for _ in range(5):
+        np.testing.assert_array_equal(program(arrays)[0], first)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(6, 2, 16), (5, 1, 40), (4, 4, 8)])
@@ -391,7 +411,8 @@ def test_shapes_that_do_not_fit_are_errors() -> None:
     q, kv, six, four = (np.zeros(s, np.float32) for s in ((1, 4, 2, 8), (1, 2, 4, 8), (6, 1, 4), (4, 1, 4)))
     good = q, kv, kv, six.astype(np.int32), four.astype(np.int32)
     wrong: list[tuple[int, Any, str]] = [
-        (1, np.zeros((1, 3, 4, 8), np.float32), r"v is \[1, 2, 4, 8\], and must be \[1, 3, 4, 8\]"),
+        (1, np.zeros((1, 3, 4, 8), np.float32), "heads must be a multiple of kv_heads"),
+        (1, np.zeros((1, 1, 4, 8), np.float32), r"v is \[1, 2, 4, 8\], and must be \[1, 1, 4, 8\]"),
         (2, np.zeros((1, 2, 5, 8), np.float32), r"v is \[1, 2, 5, 8\], and must be \[1, 2, 4, 8\]"),
         (3, np.zeros((5, 1, 4), np.int32), r"queries is \[5, 1, 4\], and must be \[6, 1, 4\]"),
         (4, np.zeros((4, 1, 9), np.int32), r"keys is \[4, 1, 9\], and must be \[4, 1, 4\]"),
@@ -403,6 +424,15 @@ def test_shapes_that_do_not_fit_are_errors() -> None:
         given_arrays = [*good[:at], array, *good[at + 1 :]]
         with pytest.raises(Exception, match=message):
             jax.block_until_ready(native.call("attention", [q.shape, (0,)], *given_arrays))
+
+    five = np.zeros((1, 2, 5, 8), np.float32), good[3], np.zeros((4, 1, 5), np.int32)
+    for others, tokens, message in (
+        (five, 4, "the keys must be the queries' own"),
+        ((kv, *good[3:]), 5, r"out is \[1, 5\], and must be \[1, 4\]"),
+    ):
+        made = jax.ShapeDtypeStruct((1, tokens), jnp.float32)
+        with pytest.raises(Exception, match=message):
+            jax.block_until_ready(native.call("attention_mass", [made], q, *others))
 
 
 @pytest.mark.parametrize("number", [-1, 3, 2**31 - 1])

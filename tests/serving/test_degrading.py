@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from jgr.serving.api import RankRequest, RecommendRequest, Request
-from jgr.serving.degrading import smaller
+from jgr.serving.degrading import shrinks, smaller
 
 
 def steps(request: Request, size: int, sizes: list[int] | None) -> list[int]:
@@ -44,6 +44,13 @@ def test_the_first_candidates_are_kept_and_no_more_are_asked_for_than_there_are(
     asked = RankRequest(history=["a"], candidates=["c", "b", "d", "a"], min_candidates=2, top_k=3)
     less = smaller(asked, 4, None)
     assert isinstance(less, RankRequest) and (less.candidates, less.top_k) == (["c", "b"], 2)
+
+
+def test_a_ranking_of_all_items_is_all_or_nothing() -> None:
+    every = RankRequest(history=["a"], candidates="all", min_candidates=2)
+    assert not shrinks(every) and smaller(every, 100, [16, 128]) is None
+    assert shrinks(rank(100, 2)) and not shrinks(rank(100, None))
+    assert shrinks(RecommendRequest(history=["a"], min_beam_width=2))
 
 
 def test_a_search_has_the_next_smaller_width() -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import jax
 
-from jgr.ops.attention_mass import pallas_triton, reference, xla
-from jgr.ops.dispatch import Implementation, dispatch, kernel
+from jgr.ops.attention_mass import native, pallas_triton, reference, xla
+from jgr.ops.dispatch import Implementation, dispatch, kernel, on_cpu
 from jgr.ops.segment_attention.visibility import Arguments
 from jgr.prompt.layouts import CAUSAL, Layout, Tokens
 
@@ -14,6 +14,7 @@ __all__ = ["IMPLEMENTATIONS", "attention_mass"]
 
 IMPLEMENTATIONS = (
     *kernel(pallas_triton.attention_mass, pallas_triton.interpreted, pallas_triton.supports),
+    on_cpu(native.attention_mass, native.supports),
     Implementation("xla", xla.attention_mass),
     Implementation("reference", reference.attention_mass),
 )

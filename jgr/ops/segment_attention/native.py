@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jgr.ops import native
-from jgr.ops.segment_attention.visibility import Arguments, prepare
+from jgr.ops.segment_attention.visibility import Arguments, Keys, Queries, prepare
 
 _LEAST = -(2**31)
 
@@ -33,15 +33,19 @@ def segment_attention(call: Arguments) -> jax.Array:
     keys: Any = jax.tree.map(lambda *parts: jnp.concatenate(parts, 1), *(s.keys for s in sources))
     k, v = (jnp.concatenate([getattr(s, name) for s in sources], 2) for name in ("k", "v"))
 
-    def stacked(side: Any, **otherwise: int) -> jax.Array:
+    room = native.arranged_size(v.shape, v.dtype)
+    out, _ = native.call("attention", [call.q.shape, (room,)], call.q, k, v, *stacked(queries, keys))
+    return out
+
+
+def stacked(queries: Queries, keys: Keys) -> tuple[jax.Array, jax.Array]:
+    """The vectors of queries [6, B, T] and of keys [4, B, S], as the library's calls over segments take them."""
+
+    def filled(side: Queries | Keys, **otherwise: int) -> jax.Array:
         parts = [
             jnp.full_like(side.request, otherwise.get(name, 0)) if part is None else part
             for name, part in side._asdict().items()
         ]
         return jnp.stack(parts)
 
-    room = native.arranged_size(v.shape, v.dtype)
-    out, _ = native.call(
-        "attention", [call.q.shape, (room,)], call.q, k, v, stacked(queries, lowest=_LEAST), stacked(keys)
-    )
-    return out
+    return filled(queries, lowest=_LEAST), filled(keys)

@@ -179,9 +179,11 @@ class PagedExecutor(ProfilePrograms):
         return [self._full_work(profile, tokens)] * min(profile.batch, profile.tokens // tokens)
 
     def _full_work(self, profile: Profile, tokens: int) -> SegmentsWork:
-        """One that takes as long as its shape may. A list takes as long as it has candidates."""
+        """One that takes as long as its shape may, with all candidates of a list and all beams of a search."""
         work = _computed_work(profile, tokens)
-        if not self._lists or profile.kind != "rank":
+        if profile.kind == "recommend":
+            return replace(work, beam_width=profile.width)
+        if not self._lists:
             return work
         return replace(work, columns=np.repeat(_ANY_TOKEN, profile.width // profile.batch))
 

@@ -199,7 +199,7 @@ class Full(Held):
         late = signals.p99_ms > self.limits.limit_ms
         self._worse = self._worse + 1 if late and worth < self._last_reward - WORSE_BY else 0
         self._last_reward = worth
+        self._distrust = max(0, self._distrust - 1)
         if self._worse >= WORSE:
             self._worse, self._distrust = 0, DISTRUST
-        self._distrust = max(0, self._distrust - 1)
         return self._distrust > 0

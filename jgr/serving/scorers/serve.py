@@ -23,7 +23,7 @@ from jgr.cache.pool import DevicePool
 from jgr.catalog.catalog import Catalog
 from jgr.config import Config
 from jgr.features.cache import FeatureCache
-from jgr.features.memory import MISSING
+from jgr.features.memory import MISSING, STALE
 from jgr.serving.api import Answer, Item, ModelInfo, Request, Reuse
 from jgr.serving.degrading import smaller
 from jgr.serving.engine.contract import make_ordering
@@ -202,6 +202,7 @@ class ServedScorer:
         assert task.usage.parts is not UNSET
         task.usage.parts += 1
         if task.found is not None:  # some may have gone from the pages since they were looked up
+            task.usage.feature_stale = int((task.found == STALE).sum())
             task.usage.feature_missing = int((task.found == MISSING).sum())
 
     def explain(self, task: ScorerTask) -> list[Reuse]:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from jgr.fields import UserError
 from jgr.serving.policies.memory_adapter import LEAST, MOST, Adapter, fitted_slopes
-from jgr.serving.policies.memory_control import STEP, Full, Pid, Ppo, Predictor, Static
+from jgr.serving.policies.memory_control import DISTRUST, STEP, Full, Pid, Ppo, Predictor, Static
 from jgr.serving.policies.memory_models import WIDTHS, BasePolicy, ControllerError, Trees
 from jgr.serving.policies.memory_recovery import RELEASE, WINDOW, Recovery
 from jgr.serving.policies.memory_signals import (
@@ -186,6 +186,14 @@ def test_three_worse_epochs_in_a_row_end_the_trust_in_what_was_learnt() -> None:
     controller = Full(LIMITS, BasePolicy(up), 0.5)
     splits = [controller.decide(Signals(0.2, 0.3, 0.6, 8192.0, 0.1, p99, 300)) for p99 in (32, 36, 40, 44)]
     np.testing.assert_allclose(splits, [0.54, 0.58, 0.54, 0.5])
+
+
+def test_the_trust_comes_back_after_so_many_epochs() -> None:
+    controller = Full(LIMITS, BasePolicy(base()), 0.5)
+    later = [Signals(0.2, 0.3, 0.6, 8192.0, 0.1, p99, 300) for p99 in (32, 36, 40, 44, *[44] * 20)]
+    distrusted = [controller._distrusted(signals) for signals in later]
+    first = distrusted.index(True)
+    assert distrusted == [False] * first + [True] * DISTRUST + [False] * (24 - first - DISTRUST)
 
 
 def test_a_correction_comes_on_top_of_the_largest_action_and_the_docs_say_so() -> None:
