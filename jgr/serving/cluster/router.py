@@ -18,9 +18,9 @@ from typing import Any
 from ray.serve.request_router import PendingRequest, ReplicaID, ReplicaResult, RequestRouter, RunningReplica
 
 from jgr.serving.cluster.attempts import ATTEMPTS, SENDER
+from jgr.serving.cluster.hearing import Hearing
 from jgr.serving.cluster.hints import Hint
-from jgr.serving.cluster.protocol import PROTOCOL
-from jgr.serving.cluster.reports import Shape, ask_of, report
+from jgr.serving.cluster.reports import ask_of
 from jgr.serving.cluster.series import Series
 from jgr.serving.policies.routing import Ask, Router
 
@@ -38,9 +38,7 @@ class FleetRouter(RequestRouter):  # type: ignore[misc]
     def initialize_state(self, **settings: Any) -> None:
         self._policy = Router(SENDER, **settings)
         self._rule = str(settings.get("rule", "joint"))
-        self._heard: dict[str, Any] = {}  # the last stats of each replica
-        self._shape: Shape = {}
-        self._strangers: set[str] = set()  # replicas of a jgr that this one does not understand
+        self._hearing = Hearing(self._policy, SERIES)
         self._ended: OrderedDict[tuple[str, str], None] = (
             OrderedDict()
         )  # requests and replicas, the last one last
@@ -50,18 +48,9 @@ class FleetRouter(RequestRouter):  # type: ignore[misc]
         by_name = {replica.replica_id.unique_id: replica for replica in replicas}
         self._policy.become(by_name)
         SERIES.become(by_name)
-        self._heard = {name: stats for name, stats in self._heard.items() if name in by_name}
-        self._strangers &= by_name.keys()
+        self._hearing.become(by_name)
         for name, replica in by_name.items():
-            stats = replica.routing_stats
-            if stats and self._heard.get(name) is not stats:
-                self._heard[name] = stats
-                if stats.get("protocol", PROTOCOL) != PROTOCOL:
-                    self._strangers.add(name)
-                    continue
-                self._policy.heard(name, report(stats))
-                SERIES.heard(name)
-                self._shape = stats
+            self._hearing.hear(name, replica.routing_stats)
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         super().on_replica_actor_died(replica_id)
@@ -72,7 +61,8 @@ class FleetRouter(RequestRouter):  # type: ignore[misc]
     ) -> list[list[RunningReplica]]:
         by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         hint = _hint(pending_request)
-        if self._strangers and (known := by_name.keys() - self._strangers):
+        strangers = self._hearing.strangers
+        if strangers and (known := by_name.keys() - strangers):
             by_name = {name: by_name[name] for name in known}
         if pending_request is None or (hint.to and hint.to not in by_name):
             return [[replica] for replica in candidate_replicas]
@@ -81,7 +71,7 @@ class FleetRouter(RequestRouter):  # type: ignore[misc]
         if by_name.keys() != set(self._policy.nodes):
             self._policy.become(by_name)
         now_ns = time.monotonic_ns()
-        ask = ask_of(hint, self._shape, pending_request.metadata.internal_request_id)
+        ask = ask_of(hint, self._hearing.shape, pending_request.metadata.internal_request_id)
         best = self._policy.rank(ask, now_ns)[:TRIES]
         hint = hint._replace(expected=tuple(self._policy.expected(ask, best).items()))
         pending_request.args[0] = hint  # what Ray sends when one of them has been found
@@ -109,7 +99,7 @@ class FleetRouter(RequestRouter):  # type: ignore[misc]
             if (request_id, name) in self._ended:
                 self._policy.ended(request_id)
             else:
-                self._send(hint, ask_of(hint, self._shape, request_id), name, time.monotonic_ns())
+                self._send(hint, ask_of(hint, self._hearing.shape, request_id), name, time.monotonic_ns())
             SERIES.flies(at, self._policy.in_flight(at))
         if hint.attempt in ATTEMPTS:
             SERIES.routed(name, self._rule)
