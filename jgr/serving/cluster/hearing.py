@@ -21,28 +21,30 @@ class Hearing:
 
     def __init__(self, policy: Router, series: Series) -> None:
         self._policy, self._series = policy, series
-        self._heard: dict[str, Any] = {}  # the last stats of each replica
+        self._numbers: dict[str, int] = {}  # of the last report of each replica
         self._logged: set[str] = set()  # replicas of which it was logged that they cannot be read
         self.shape: Shape = {}
         self.strangers: set[str] = set()
 
     def become(self, names: Collection[str]) -> None:
         """These replicas are there now, and no others."""
-        self._heard = {name: stats for name, stats in self._heard.items() if name in names}
+        self._numbers = {name: number for name, number in self._numbers.items() if name in names}
         self._logged &= set(names)
         self.strangers &= set(names)
 
     def hear(self, name: str, stats: Mapping[str, Any]) -> None:
-        """What Ray has of a replica. Raises nothing: Ray's poll calls this, and would end with an error, so that the
-        process would never hear of a replica again."""
-        if not stats or self._heard.get(name) is stats:
+        """What Ray has of a replica: its last report, again and again, for Ray brings those of all where one is new. So
+        a replica is silent while the report's number stays. Raises nothing: Ray's poll calls this, and would end with
+        an error, so that the process would never hear of a replica again."""
+        if not stats:
             return
-        self._heard[name] = stats
-        if stats.get("protocol", PROTOCOL) != PROTOCOL:
+        if stats.get("protocol") != PROTOCOL:
             self.strangers.add(name)
             return
         try:
-            self._read(name, stats)
+            if self._numbers.get(name) != stats["number"]:
+                self._numbers[name] = stats["number"]
+                self._read(name, stats)
         except Exception as error:
             self._log_once(name, "is left out", error)
 

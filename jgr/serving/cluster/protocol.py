@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import jgr
 from jgr.serving.errors import RequestError
 
-PROTOCOL = 5
+PROTOCOL = 6
 """Counts on with every change of what is sent: a field of a message, a method's arguments, what an answer means."""
 
 T = TypeVar("T")

@@ -116,6 +116,7 @@ class Replica:
         self._work, self._waiting = Work(), Work()
         self._shape: Shape = {}
         self._mean_events = self._mean_items = 8.0  # of a request, in the mean of the last ones
+        self._reports = 0
 
     def load(self, source: Source, configs: Sequence[Config], places: Sequence[str] = ()) -> list[Loaded]:
         """See `load_all`."""
@@ -271,7 +272,9 @@ class Replica:
         return self.name, await ask(self._app, received(Asked, asked), **{"jgr.charged": True})
 
     async def record_routing_stats(self) -> dict[str, Any]:
-        """What routers are told; Ray asks for it every so often."""
+        """What routers are told; Ray asks for it every so often. Its number tells a new report from the last one of a
+        replica that hangs, and makes each differ: Ray brings routers nothing that is as it was."""
+        self._reports += 1
         bits = self._config.fleet.digest_bits
         most = (1 << bits) // FILL
         # Only this rule asks for it; a look at all rows of a large table would hold up the event loop.
@@ -279,6 +282,7 @@ class Replica:
         shards = await asyncio.to_thread(self._shards) if by_shards else b""
         return {
             "protocol": PROTOCOL,
+            "number": self._reports,
             "users": digest(islice(self._held("user"), most), bits),
             "items": digest(islice(self._held("item"), most), bits),
             "sent": self._work.mean(self._now_ns()),

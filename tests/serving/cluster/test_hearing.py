@@ -26,6 +26,7 @@ class World:
         self.policy = Router("front", bits=BITS)
         self.series = Series("front", clock=lambda: self.now_s)
         self.hearing = Hearing(self.policy, self.series)
+        self.number = 0
         self.become("a", "b")
 
     def become(self, *names: str) -> None:
@@ -34,7 +35,8 @@ class World:
         self.hearing.become(names)
 
     def hear(self, name: str, **stats: Any) -> None:
-        self.hearing.hear(name, {"protocol": PROTOCOL, **SHAPE, **stats})
+        self.number += 1
+        self.hearing.hear(name, {"protocol": PROTOCOL, "number": self.number, **SHAPE, **stats})
 
     def cached(self) -> dict[str, float]:
         """Tokens of the user that each replica is known to hold."""
@@ -43,6 +45,10 @@ class World:
     def ns(self) -> dict[str, float]:
         """What a token takes at each, as far as is known."""
         return dict(zip(self.policy.nodes, self.policy.view(ASK).ns.tolist(), strict=True))
+
+    def others(self) -> dict[str, float]:
+        """Tokens in flight at each that other routers have sent, as far as is known."""
+        return dict(zip(self.policy.nodes, self.policy._others.tolist(), strict=True))
 
 
 def test_a_filter_of_another_size_counts_as_empty_and_the_rest_of_the_report_as_always(
@@ -87,6 +93,28 @@ def test_a_report_that_nothing_can_be_made_of_changes_nothing(
     assert caplog.messages == [f"a report of replica a cannot be read, and is left out: {why}"]
     world.hear("a", ns_per_token=2e4)
     assert world.ns() == {"a": 2e4, "b": 0} and world.hearing.shape["event_tokens"] == 10.0
+
+
+def test_a_replica_is_silent_while_ray_brings_its_last_report_again() -> None:
+    """Ray brings the reports of all, unpickled anew, where one is new."""
+    world = World()
+    for second in range(61):
+        world.now_s = 100.0 + second
+        world.hearing.hear("a", {"protocol": PROTOCOL, "number": 7, "sent": {"other": 500.0}, **SHAPE})
+        world.hear("b", sent={"other": 100.0})
+        world.policy.rank(ASK, round(world.now_s * 1e9))
+        if second == 29:
+            assert world.others() == {"a": 500, "b": 100}
+    assert world.series.ages() == {"a": 60, "b": 0}
+    assert world.others() == {"a": 0, "b": 100}, "what others have sent there is taken for done"
+
+
+def test_a_replica_that_has_nothing_new_to_tell_is_heard_of() -> None:
+    world = World()
+    for _ in range(2):
+        world.now_s += 20
+        world.hear("a")
+    assert world.series.ages() == {"a": 0, "b": 40}
 
 
 def test_a_replica_of_another_protocol_is_a_stranger_as_long_as_it_is_there() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from functools import wraps
 from typing import Any
 
@@ -35,13 +35,18 @@ class Told:
     """A replica as Ray's router knows it."""
 
     max_ongoing_requests = 100
+    routing_stats: Mapping[str, Any] = {}
 
     def __init__(self, name: str, **stats: Any) -> None:
         from ray.serve._private.common import DeploymentID
         from ray.serve.request_router import ReplicaID
 
         self.replica_id = ReplicaID(name, DeploymentID("Replica", "jgr"))
-        self.routing_stats = {"users": b"", "items": b"", "sent": {}, **SHAPE, **stats}
+        self.report(**{"users": b"", "items": b"", "sent": {}, **stats})
+
+    def report(self, **stats: Any) -> None:
+        number = self.routing_stats.get("number", 0) + 1
+        self.routing_stats = {"protocol": PROTOCOL, "number": number, **SHAPE, **stats}
 
     async def get_queue_len(self, *, deadline_s: float) -> int:
         return 0
@@ -135,7 +140,7 @@ async def test_each_replica_is_told_what_the_router_books_for_it() -> None:
     assert [name for name, _ in told.expected] == [rank[0].replica_id.unique_id for rank in ranks]
     assert dict(told.expected).items() <= works.items() and len(told.expected) == 3
     assert world.router._policy._bookings.work.tolist() == [10, 0, 0, 0]
-    world.replicas["b"].routing_stats = {**SHAPE, "users": digest(["u:1"], BITS)}
+    world.replicas["b"].report(users=digest(["u:1"], BITS))
     world.router.update_replicas(list(world.replicas.values()))
     for name, own in (("b", [0, 105, 0, 0]), ("a", [10, 0, 0, 0])):
         world.router.on_request_routed(sent, world.replicas[name].replica_id, None)
