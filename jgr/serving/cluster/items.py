@@ -171,7 +171,8 @@ class ItemShare:
             "lengths": lengths.tobytes(),
             "user_tokens": seen.user_tokens,
             "prefill_s": prefill_ns / 1e9,
-            "bytes_per_s": self._links.bytes_per_s(),
+            # A disk, or its pages in memory, tells nothing of the network.
+            "bytes_per_s": self._links.bytes_per_s(() if self._node is None else self._node.peers),
         }
 
     async def step(self, kind: str, raw: bytes, source: int | None) -> bool:
@@ -472,7 +473,7 @@ class ItemShare:
                 continue
             try:
                 found = await self._read(node, of, left, time.monotonic() + STEP_S)
-            except TransportError as error:
+            except (TransportError, OSError) as error:  # the network, or the disk
                 _log.warning("items of node %s are computed: %s", of, error)
                 continue
             self._count(engine, node, of, sum(block.nbytes for block in found.values()), "placement")

@@ -80,9 +80,10 @@ class Links:
         link = self._of(node)
         return round(link.latency_ns + nbytes * link.ns_per_byte)
 
-    def bytes_per_s(self) -> float | None:
-        """The mean speed of the links that were used; None: none was."""
-        used = [1e9 / link.ns_per_byte for link in self._links.values() if link.used and link.ns_per_byte > 0]
+    def bytes_per_s(self, nodes: Iterable[Hashable]) -> float | None:
+        """The mean speed of the links to these nodes that were used; None: none was."""
+        links = [self._links[node] for node in nodes if node in self._links]
+        used = [1e9 / link.ns_per_byte for link in links if link.used and link.ns_per_byte > 0]
         return sum(used) / len(used) if used else None
 
     def observe(self, node: Hashable, nbytes: int, took_ns: int) -> None:

@@ -58,6 +58,11 @@ def scores(answer: Any) -> dict[str, float]:
     return {item["item_id"]: item["score"] for item in answer["items"]}
 
 
+def share(fleet: LocalFleet, name: str) -> Any:
+    """A replica's part in the items."""
+    return fleet.replicas[name].item_share
+
+
 def served(
     folder: Path, settings: Sequence[str], run: Callable[[LocalFleet], Awaitable[None]], count: int = 2
 ) -> None:

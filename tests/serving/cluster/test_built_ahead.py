@@ -7,6 +7,7 @@ As in test_items.py, all replicas of the file serve one folder, and each test's 
 from __future__ import annotations
 
 import asyncio
+import errno
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from jgr.cli import kv
 from jgr.config import ConfigError, UserError, override
 from jgr.models.manifest import folder_config
 from jgr.placement.kv_folder import KvFolder
+from jgr.serving.cluster.items import FOLDER
 from jgr.serving.cluster.record import NoOthers, Record
 from tests.serving.cluster.local import LocalFleet, LocalReplica
 from tests.serving.cluster.sharing import (
@@ -30,6 +32,7 @@ from tests.serving.cluster.sharing import (
     item_bytes,
     scores,
     served,
+    share,
     write_ranker,
 )
 from tests.serving.decoders.test_cached_server import N_ITEMS
@@ -112,8 +115,30 @@ def test_a_replica_with_a_folder_is_warm_at_once(folder: Path, built: Path, alon
             assert scores(answer) == alone(range(6))
             assert answer["usage"]["cached_tokens"] == 12, "nothing is computed that is in the folder"
         assert await item_bytes(fleet, "a", "placement") == 0
+        assert share(fleet, "a").counts()["bytes_per_s"] is None, "it has read files alone, which are no link"
+        links = share(fleet, "a")._links
+        for _ in range(200):
+            for nbytes in (1_000_000, 50_000_000):
+                links.observe(1, nbytes, nbytes)
+                links.observe(FOLDER, nbytes, nbytes // 40)
+        assert share(fleet, "a").counts()["bytes_per_s"] == pytest.approx(1e9, rel=0.01)
 
     served(folder, ["fleet.items=hash", f"fleet.kv={built}"], run)
+
+
+def test_what_cannot_be_read_from_the_folder_is_computed_and_placed(
+    folder: Path, built: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(self: KvFolder, digest: bytes) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    async def run(fleet: LocalFleet) -> None:
+        assert await fleet.placements.look()
+        assert [share(fleet, name)._items().placed for name in "ab"] == [N_ITEMS // 2] * 2
+
+    monkeypatch.setattr(KvFolder, "read", broken)
+    served(folder, ["fleet.items=hash", f"fleet.kv={built}"], run)
+    assert "items of node folder are computed: [Errno 5] Input/output error" in caplog.messages
 
 
 def test_a_replica_that_comes_later_does_without_a_folder_that_is_gone(

@@ -36,6 +36,7 @@ from tests.serving.cluster.sharing import (
     item_bytes,
     scores,
     served,
+    share,
     write_ranker,
 )
 from tests.serving.decoders.test_cached_server import N_ITEMS
@@ -74,10 +75,6 @@ class Broken:
 
     def keep(self, peers: Iterable[Peer]) -> None: ...
     def close(self) -> None: ...
-
-
-def share(fleet: LocalFleet, name: str) -> Any:
-    return fleet.replicas[name].item_share
 
 
 @pytest.mark.parametrize("transport", ["auto", pytest.param("nixl", marks=pytest.mark.nixl)])

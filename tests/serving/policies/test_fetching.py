@@ -39,7 +39,7 @@ def test_a_links_speed_and_latency_are_learnt_from_its_fetches(latency_ns: float
             links.observe("a", size, round(latency_ns + size * ns_per_byte))
     for size in sizes:
         assert links.takes_ns("a", size) == pytest.approx(latency_ns + size * ns_per_byte, rel=0.1)
-    speed = links.bytes_per_s()
+    speed = links.bytes_per_s(["a"])
     assert speed is not None and speed == pytest.approx(1e9 / ns_per_byte, rel=0.15)
 
 
@@ -61,4 +61,16 @@ def test_nodes_that_are_gone_are_forgotten() -> None:
     links = Links()
     links.failed("a", 0)
     links.keep(["b"])
-    assert not links.closed("a", 1) and links.bytes_per_s() is None
+    assert not links.closed("a", 1) and links.bytes_per_s(["a", "b"]) is None
+
+
+def test_the_speed_of_links_is_that_of_the_ones_that_are_named() -> None:
+    """1 and 3 GB/s, and a folder whose pages are in memory."""
+    links = Links()
+    for node, bytes_per_s in ((0, 1e9), (1, 3e9), ("folder", 40e9)):
+        for _ in range(400):
+            for size in (1_000_000, 50_000_000):
+                links.observe(node, size, round(size / bytes_per_s * 1e9))
+    links.takes_ns(2, 1)  # it was never used
+    assert links.bytes_per_s([0, 1, 2]) == pytest.approx(2e9, rel=0.01)
+    assert links.bytes_per_s([2, "nobody"]) is None
