@@ -82,7 +82,7 @@ class _World:
     members: dict[int, _Member] = field(default_factory=dict)
     placement: ItemPlacement | None = None
     placed_s: float = 0.0
-    told: Any = None
+    told: View | None = None
     drift: Drift = field(default_factory=Drift)
     lately: deque[tuple[float, Mapping[str, Any]]] = field(default_factory=deque)
     requests: deque[Int32] = field(default_factory=lambda: deque(maxlen=REQUESTS))
@@ -308,12 +308,14 @@ class Placements:
         at = homes.astype(np.int16).tobytes() if moved else b""
         view = View(peers, count, np.packbits(held, bitorder="little").tobytes(), at)
         if view != world.told:
+            told: View | None = view
             for member in world.members.values():
                 try:
                     await self._fleet.items(member.name, "see", view)
                 except Exception as error:
                     _log.warning("items: %s was not told who holds what: %s", member.name, error)
-            world.told = view
+                    told = None  # the next look tells all of them again
+            world.told = told
 
 
 def _lists(counted: Mapping[str, Any]) -> list[Int32]:

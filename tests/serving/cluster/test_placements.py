@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whom the coordinator gives a number, and whom it tells what. The replicas note what they are asked, and hold
+nothing; `test_items.py` has real ones."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+
+from jgr.config import FleetConfig
+from jgr.serving.cluster.nodes import View
+from jgr.serving.cluster.placements import Placements
+
+N_ITEMS = 20
+
+
+class Noted:
+    """The replicas. numbers: by name, of those that are there. told: the last view of each. steps: who did which.
+    deaf: who is not told the next view."""
+
+    def __init__(self, *names: str) -> None:
+        self.numbers: dict[str, int | None] = dict.fromkeys(names)
+        self.told: dict[str, View] = {}
+        self.steps: list[tuple[str, str]] = []
+        self.deaf = ""
+
+    async def items_all(self, what: str, *arguments: Any) -> dict[str, Any]:
+        if what == "counts":
+            return {}  # nobody has asked for anything
+        return {
+            name: {"key": "k", "worker": 1, "number": number} for name, number in self.numbers.items()
+        } | {"starting": {"key": "", "worker": 0, "number": None}}
+
+    async def items(self, name: str, what: str, *arguments: Any) -> Any:
+        if what == "facts":
+            tokens = np.full(N_ITEMS, 4, np.int32).tobytes()
+            return {"tokens": tokens, "token_bytes": 8, "cell_tokens": 4, "capacity": 10_000}
+        if what == "join":
+            self.numbers[name] = arguments[0]
+            self.told.pop(name, None)
+            return name, 1000 + arguments[0], "m"
+        if what == "see":
+            if name == self.deaf and self.steps:
+                self.deaf = ""
+                raise ConnectionError("not now")
+            self.told[name] = arguments[0]
+            return None
+        assert what == "step"
+        self.steps.append((name, arguments[0]))
+        return True
+
+    def published(self, name: str) -> list[int]:
+        """The rows that a replica was told are held."""
+        bits = np.unpackbits(np.frombuffer(self.told[name].published, np.uint8), bitorder="little")
+        return np.flatnonzero(bits).tolist()
+
+
+def placing(fleet: Noted) -> Placements:
+    """Two nodes hold the items; up to four replicas are there."""
+    config = FleetConfig(replicas=2, max_replicas=4, items="hash", refresh_s=3600)
+    return Placements(fleet, config, clock=lambda: 0.0)
+
+
+def test_whoever_was_not_told_who_holds_what_is_told_at_the_next_look() -> None:
+    async def run() -> None:
+        fleet = Noted("a", "b")
+        placements = placing(fleet)
+        fleet.deaf = "b"
+        assert await placements.look()
+        assert fleet.deaf == "" and fleet.published("a") == list(range(N_ITEMS))
+        assert fleet.published("b") == []
+        assert await placements.look()
+        assert fleet.published("b") == list(range(N_ITEMS))
+        fleet.told.clear()
+        assert await placements.look()
+        assert fleet.told == {}, "both know it"
+
+    asyncio.run(run())
