@@ -27,7 +27,7 @@ class Hearing:
         self.strangers: set[str] = set()
 
     def become(self, names: Collection[str]) -> None:
-        """These replicas are there now, and no others."""
+        """Forget all replicas but these."""
         self._numbers = {name: number for name, number in self._numbers.items() if name in names}
         self._logged &= set(names)
         self.strangers &= set(names)

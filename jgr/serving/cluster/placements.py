@@ -2,7 +2,8 @@
 """Which replica holds which item, and the steps from what is held to what should be (BAT-8, BAT-11, BAT-12).
 
 There is one of these in a fleet. Again and again it looks who is there, gives each replica the number of a cache
-worker, and takes back the numbers of those that have gone, with all that they held. By how often items were asked for,
+worker, or a number above theirs where there are more replicas than workers, and takes back the numbers of those that
+have gone, with all that they held. By how often items were asked for,
 as the replicas counted it, it places the items anew, and has the steps of the life cycle done one after the other. A
 step that cannot be done ends the plan, and the next look makes another one.
 
@@ -79,13 +80,18 @@ class _World:
     items: Items
     workers: Workers
     life: Lifecycle
-    members: dict[int, _Member] = field(default_factory=dict)
+    members: dict[int, _Member] = field(default_factory=dict)  # by number; see Placements._give_numbers
     placement: ItemPlacement | None = None
     placed_s: float = 0.0
     told: View | None = None
     drift: Drift = field(default_factory=Drift)
     lately: deque[tuple[float, Mapping[str, Any]]] = field(default_factory=deque)
     requests: deque[Int32] = field(default_factory=lambda: deque(maxlen=REQUESTS))
+
+    @property
+    def holders(self) -> list[int]:
+        """The numbers of those that are there and hold items."""
+        return [number for number in self.members if number < self.workers.count]
 
 
 class Placements:
@@ -138,7 +144,7 @@ class Placements:
             _log.info("items: %d have become hot, and are replicated", len(hot))
             world.placement, due = burst(world.placement, hot.tolist()), True
             world.lately.clear()
-        absent = [number for number in range(world.workers.count) if number not in world.members]
+        absent = sorted(set(range(world.workers.count)) - set(world.holders))
         if not due and not self._unfinished(world):
             return not absent
         assert world.placement is not None
@@ -165,18 +171,27 @@ class Placements:
             if (about.get("key"), about.get("worker"), about.get("number")) != (key, member.worker, number):
                 _log.info("items: node %d (%s) is gone", number, member.name)
                 del world.members[number]
-                world.life.lose(number)
-        taken = {member.name for member in world.members.values()}
-        for name in sorted(abouts):
-            free = [number for number in range(world.workers.count) if number not in world.members]
-            if free and name not in taken and abouts[name]["key"] == key:
-                peer = Peer(*await self._fleet.items(name, "join", free[0], self._secret))
-                world.members[free[0]] = _Member(name, abouts[name]["worker"], peer)
-                _log.info("items: node %d is %s", free[0], name)
+                if number < world.workers.count:
+                    world.life.lose(number)
+        await self._give_numbers(world, abouts)
         now_s = self._clock()
         world.lately.extend((now_s, about) for about in abouts.values() if about["key"] == key)
         await self._tell(world)
         return world
+
+    async def _give_numbers(self, world: _World, abouts: Mapping[str, Mapping[str, Any]]) -> None:
+        """Whoever has no number gets the lowest free one. From workers.count on they are of replicas that hold nothing
+        and only fetch; where one below is free, such a replica gets it."""
+        numbers = {member.name: number for number, member in world.members.items()}
+        for name in sorted(name for name, about in abouts.items() if about["key"] == world.key):
+            free = next(number for number in itertools.count() if number not in world.members)
+            if name in numbers:
+                if numbers[name] < world.workers.count or free >= world.workers.count:
+                    continue
+                del world.members[numbers[name]]
+            peer = Peer(*await self._fleet.items(name, "join", free, self._secret))
+            world.members[free] = _Member(name, abouts[name]["worker"], peer)
+            _log.info("items: node %d is %s", free, name)
 
     def _bursting(self, world: _World, placement: ItemPlacement) -> Int32:
         """The rows that have become hot since the placement, with fleet.items=hrcs (BAT-12)."""
@@ -262,7 +277,7 @@ class Placements:
         assert world.placement is not None
         life = world.life
         return bool(life.steps) or any(
-            (world.placement.held()[number] & ~life.published(number)).any() for number in world.members
+            (world.placement.held()[number] & ~life.published(number)).any() for number in world.holders
         )
 
     async def _do_steps(self, world: _World) -> bool:
@@ -298,7 +313,7 @@ class Placements:
         homes, count = world.life.homes, world.workers.count
         held = np.zeros(len(world.items), bool)
         if world.placement is not None:
-            for number in world.members:
+            for number in world.holders:
                 mine = homes == number
                 held[: len(mine)][mine] = world.life.published(number)[mine]
         for step in leaving:

@@ -28,11 +28,12 @@ class LocalReplica(Replica):
 
 
 class LocalFleet:
-    """replicas: by name. gone: names of those that do not answer."""
+    """replicas: by name; the last ones are `beyond` fleet.replicas. gone: names of those that do not answer."""
 
-    def __init__(self, folder: Path, settings: Sequence[str], count: int = 2) -> None:
+    def __init__(self, folder: Path, settings: Sequence[str], count: int = 2, beyond: int = 0) -> None:
         self.source = Source((str(folder),), assignments=(*settings, f"fleet.replicas={count}"))
-        self.replicas = {name: LocalReplica(self.source, name, NoOthers()) for name in "abcdefgh"[:count]}
+        names = "abcdefgh"[: count + beyond]
+        self.replicas = {name: LocalReplica(self.source, name, NoOthers()) for name in names}
         self.placements = Placements(self, self.source.configs()[0].fleet)
         self.gone: set[str] = set()
 

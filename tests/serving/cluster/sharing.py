@@ -64,10 +64,14 @@ def share(fleet: LocalFleet, name: str) -> Any:
 
 
 def served(
-    folder: Path, settings: Sequence[str], run: Callable[[LocalFleet], Awaitable[None]], count: int = 2
+    folder: Path,
+    settings: Sequence[str],
+    run: Callable[[LocalFleet], Awaitable[None]],
+    count: int = 2,
+    beyond: int = 0,
 ) -> None:
     async def whole() -> None:
-        fleet = LocalFleet(folder, [*SETTINGS, *settings], count)
+        fleet = LocalFleet(folder, [*SETTINGS, *settings], count, beyond)
         try:
             await fleet.start()
             await run(fleet)

@@ -306,6 +306,29 @@ def test_a_replica_that_is_replaced_gets_its_items_again(folder: Path, alone: Re
     served(folder, ["fleet.items=hash"], run)
 
 
+def test_a_replica_beyond_the_nodes_fetches_and_holds_nothing_until_one_is_gone(
+    folder: Path, alone: Reference
+) -> None:
+    async def run(fleet: LocalFleet) -> None:
+        assert await fleet.placements.look()
+        answer = await fleet.rank("c", HISTORY, IDS[:6])
+        assert scores(answer) == alone(range(6)) and answer["usage"]["cached_tokens"] == 12
+        found = await fleet.series("c", "jgr_fleet_items_missing_total")
+        assert (found["fetched",], found["computed",]) == (6, 0)
+        came = await fleet.series("c", "jgr_fleet_item_bytes_total")
+        assert {labels[:1] + labels[-2:] for labels in came} == {("0", "request", "2"), ("1", "request", "2")}
+        assert [share(fleet, name)._items().placed for name in "abc"] == [N_ITEMS // 2, N_ITEMS // 2, 0]
+        fleet.gone.add("a")
+        assert await fleet.placements.look(), "c is node 0 now"
+        assert share(fleet, "c").about()["number"] == 0
+        assert share(fleet, "c")._items().placed == N_ITEMS // 2
+        answer = await fleet.rank("b", HISTORY, IDS[6:12])
+        assert scores(answer) == alone(range(6, 12)) and answer["usage"]["cached_tokens"] == 12
+        share(fleet, "c")._items().check()
+
+    served(folder, ["fleet.items=hash"], run, beyond=1)
+
+
 def test_items_in_plain_order_are_fetched_too(folder: Path) -> None:
     blocks = ["cache.policy=blocks", "cache.repair_tokens=1"]
     asked = [[7, 2, 20, 11], [3, 25, 8]]

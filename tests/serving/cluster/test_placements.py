@@ -78,3 +78,44 @@ def test_whoever_was_not_told_who_holds_what_is_told_at_the_next_look() -> None:
         assert fleet.told == {}, "both know it"
 
     asyncio.run(run())
+
+
+def test_replicas_beyond_the_nodes_hold_nothing_and_are_told_who_holds_what() -> None:
+    async def run() -> None:
+        fleet = Noted("a", "b", "c", "d")
+        placements = placing(fleet)
+        assert await placements.look()
+        assert fleet.numbers == {"a": 0, "b": 1, "c": 2, "d": 3}
+        assert {name for name, _ in fleet.steps} == {"a", "b"}
+        for name, view in fleet.told.items():
+            assert (view.nodes, view.peers[0][0], view.peers[1][0]) == (2, "a", "b"), name
+            assert fleet.published(name) == list(range(N_ITEMS)), name
+        before = list(fleet.steps)
+        del fleet.numbers["d"]
+        fleet.numbers["e"] = None
+        assert await placements.look()
+        assert fleet.numbers == {"a": 0, "b": 1, "c": 2, "e": 3}
+        assert fleet.published("e") == list(range(N_ITEMS)) and fleet.steps == before, "nothing is moved"
+
+    asyncio.run(run())
+
+
+def test_one_that_only_fetches_takes_the_place_of_a_node_that_is_gone() -> None:
+    """Where a fleet becomes smaller, it may lose those that hold items."""
+
+    async def run() -> None:
+        fleet = Noted("a", "b", "c", "d")
+        placements = placing(fleet)
+        assert await placements.look()
+        fleet.steps.clear()
+        del fleet.numbers["a"]
+        assert await placements.look()
+        assert fleet.numbers == {"b": 1, "c": 0, "d": 3}, "d stays where it is"
+        assert fleet.steps == [("c", "copy"), ("c", "publish")]
+        for name in "bcd":
+            assert fleet.told[name].peers[0][0] == "c" and fleet.published(name) == list(range(N_ITEMS))
+        del fleet.numbers["b"]
+        assert await placements.look()
+        assert fleet.numbers == {"c": 0, "d": 1} and fleet.told["d"].peers.keys() == {0, 1}
+
+    asyncio.run(run())
