@@ -3,9 +3,9 @@
 
 There is one of these in a fleet. Again and again it looks who is there, gives each replica the number of a cache
 worker, or a number above theirs where there are more replicas than workers, and takes back the numbers of those that
-have gone, with all that they held. By how often items were asked for,
-as the replicas counted it, it places the items anew, and has the steps of the life cycle done one after the other. A
-step that cannot be done ends the plan, and the next look makes another one.
+have gone, with all that they held. By how often items were asked for, as the replicas counted it, it places the items
+anew, and has the steps of the life cycle done one after the other. A step that cannot be done ends the plan, and the
+next look makes another one.
 
 Replicas read by a view of who holds what, which may be old: who is asked for an item that is not there says so, and the
 item is computed.

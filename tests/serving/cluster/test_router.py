@@ -215,7 +215,8 @@ async def test_a_replica_of_a_jgr_that_is_not_understood_gets_nothing_unless_the
     assert await World(a={"protocol": 99}).send() == ["a"]
 
 
-def test_a_report_that_cannot_be_read_does_not_end_rays_poll() -> None:
+@runs
+async def test_a_report_that_cannot_be_read_does_not_end_rays_poll() -> None:
     """What it is told in is a callback of Ray's, which polls no more after an error."""
     world = World(a={"users": digest(["u:1"], BITS + 4), "ns_per_token": 7.0}, b={"sent": {"f": -1.0}})
     assert world.router._policy.nodes == ("a", "b")
