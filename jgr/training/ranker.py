@@ -209,14 +209,13 @@ def retriever_scores(train: TrainConfig, catalog: Catalog) -> OfItems:
     return lambda history: without(retrievers.scores_after(params, history, cfg=cfg), history)
 
 
-def negative_weights(config: Config, dataset: Dataset) -> OfItems:
-    """The weights by which negatives are drawn. Raises UserError if train.retriever does not fit the dataset."""
-    train, catalog = config.train, dataset.catalog
-    base = jnp.asarray(popularity(dataset.interactions.sequences, catalog.n_items))
-    if not train.retriever:
+def negative_weights(config: Config, dataset: Dataset, scores_of: OfItems | None = None) -> OfItems:
+    """The weights by which negatives are drawn. scores_of: train.retriever's, if there is one."""
+    n_items = dataset.catalog.n_items
+    base = jnp.asarray(popularity(dataset.interactions.sequences, n_items))
+    if scores_of is None:
         return lambda history: jnp.log(base)
-    count, hard = min(TOP_K, catalog.n_items), train.hard_negatives
-    scores_of = retriever_scores(train, catalog)
+    count, hard = min(TOP_K, n_items), config.train.hard_negatives
 
     def weights(history: jax.Array) -> jax.Array:
         scores = scores_of(history)

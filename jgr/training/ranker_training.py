@@ -60,10 +60,11 @@ def train_ranker(
         longest = max(longest, max(config.rank.tokens) + follow)
     model = decoder_config(train, tokenizer.vocab_size, longest)
 
-    weights = ranker.negative_weights(config, dataset)
+    scores_of = ranker.retriever_scores(train, catalog) if train.retriever else None
+    weights = ranker.negative_weights(config, dataset, scores_of)
     if isinstance(asked, LetterText):
-        scores_of = ranker.retriever_scores(train, catalog) if train.retrieved else None
-        loss = letter_ranker.letter_loss(model, asked, weights, train, scores_of)
+        retrieved = scores_of if train.retrieved else None
+        loss = letter_ranker.letter_loss(model, asked, weights, train, retrieved)
     elif isinstance(asked, PlainText):
         loss = plain_ranker.ranking_loss(model, asked, weights, train)
     else:
