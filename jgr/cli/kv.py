@@ -113,7 +113,7 @@ def _library(config: Config) -> int:
 
 def _alone(config: Config) -> Config:
     """The configuration for the build: as the replicas', but for what concerns other requests and other nodes."""
-    cache = replace(config.cache, shadow=0.0)
+    cache = replace(config.cache, shadow=0.0, max_drift=None)
     return replace(config, cache=cache, fleet=replace(config.fleet, items="none"))
 
 
@@ -129,6 +129,8 @@ async def build(config: Config, out: Path) -> dict[str, int]:
             "jgr kv build: the model keeps no items: it takes rank.method=item_token or item_probe, and cache.policy="
             f"{' or '.join(KEEP_ITEMS)}"
         )
+    if config.model.tensor_parallel > 1:
+        raise UserError("jgr kv build: computes on one device, not with model.tensor_parallel")
     engine = load_any(_alone(config), kinds=["rank"])
     if not isinstance(engine.served, ServedDecoder):
         raise UserError("jgr kv build: a scorer keeps no items")

@@ -199,8 +199,8 @@ class ItemShare:
         engine, node = self._bind(), self._node
         if engine is None or not hint.items or hint.model not in ("", engine.info.id, engine.info.version):
             return ()
-        if len(hint.items) > engine.info.max_candidates:  # it will be refused
-            return ()
+        if len(hint.items) > engine.info.max_candidates or engine.served.watch.fell_back:
+            return ()  # it will be refused, or read no items
         caching = self._caching()
         assert caching.segments is not None
         rows = dict.fromkeys(engine.catalog.rows(hint.items)[0].tolist())

@@ -323,6 +323,8 @@ def _with_items(config: Config, caching: Caching, owner: str) -> Caching:
     wanted = fleet.items != "none" or config.cache.kv
     if not wanted or not can or memory.host is None or not memory.holds_items(config.model.name):
         return caching
+    if config.model.tensor_parallel > 1:
+        raise ConfigError("cache.kv and fleet.items: are for one device, not for model.tensor_parallel")
     if config.server.journal:
         raise ConfigError(
             "server.journal: cannot be replayed with fleet.items or cache.kv, since plans depend on what came in time"

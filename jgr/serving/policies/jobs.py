@@ -11,11 +11,11 @@ policies do with it is in `policy`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from msgspec import Struct
 
-from jgr.cache.entries import Fetch, Move, Stored
+from jgr.cache.entries import Entry, Fetch, Move, Stored
 from jgr.serving.policies.sources import PlannedPrompt, UnplannedPrompt
 
 Kind = Literal["recommend", "rank"]
@@ -121,6 +121,21 @@ class Job(Struct, frozen=True):
     waits: bool = False
     priority: Priority = "interactive"
     cached: int = 0
+
+    @property
+    def unplanned(self) -> UnplannedPrompt:
+        """The prompt, of a job that has one."""
+        assert self.prompt is not None
+        return self.prompt
+
+
+class Draft(NamedTuple):
+    """A batch whose entries are pinned, and have the cells that it will write; nobody reads those yet."""
+
+    jobs: tuple[Job, ...]
+    profile: Profile
+    prompts: tuple[PlannedPrompt, ...]
+    pins: list[tuple[list[Entry], list[Entry]]]
 
 
 Sort = Literal["dated", "undated", "batch"]

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from jgr.cache.neighbours import Neighbours
 from jgr.serving.policies.batching import LOOKED_AT, Group, Loses
-from jgr.serving.policies.jobs import Job, Profile
+from jgr.serving.policies.jobs import Draft, Job, Profile
 from jgr.serving.policies.loads import Load, ShareLoad
 from jgr.serving.policies.prompt_scheduling import PromptScheduler
 from jgr.serving.policies.run_costs import RunCosts
@@ -77,24 +77,22 @@ class PartedScheduler:
         first = next(at for at, row in enumerate(rows) if row and row[0].id == looked_at[0].id)
         devices = [first, *(at for _, at in order if at != first)]
         profile, need = None, (0, 0, 0, 0)
-        chosen: list[tuple[int, Group]] = []
-        by_id = {job.id: job for job in looked_at}
+        chosen: list[tuple[int, Draft]] = []
         for device in devices:
             planner = self._planners[device]
-            own = planner.group(rows[device], True, now_ns, begin_ns, loses)
-            assert own is not None  # what is due waits for nothing
-            wider = _union(need, _need([by_id[i] for i in own.jobs], own))
+            own = planner.draft(rows[device], now_ns, begin_ns)
+            wider = _union(need, _need(own))
             common = planner.first_fit(*wider)
             ends_ns = None if common is None or begin_ns is None else begin_ns + self.costs.ns(common)
-            there = [i for _, group in chosen for i in group.jobs]
-            late = ends_ns is not None and any(_is_late(by_id[i], ends_ns) for i in (*there, *own.jobs))
+            there = [job for _, draft in (*chosen, (device, own)) for job in draft.jobs]
+            late = ends_ns is not None and any(_is_late(job, ends_ns) for job in there)
             if chosen and (common is None or (late and common != profile)):
-                planner.finished(own.jobs, False)
+                planner.put_off(own)
                 continue
             profile, need = common or own.profile, wider
             chosen.append((device, own))
         assert profile is not None
-        return self._whole(profile, chosen)
+        return self._whole(profile, [(at, self._planners[at].begin(own, now_ns)) for at, own in chosen])
 
     def finished(self, jobs: tuple[int, ...], well: bool) -> Set[tuple[int, ...]]:
         """See Grouping."""
@@ -181,14 +179,14 @@ class PartedScheduler:
         return Group(jobs, profile, prompts, (), self._neighbours.take_fetches())
 
 
-def _need(jobs: Sequence[Job], group: Group) -> tuple[int, int, int, int]:
+def _need(draft: Draft) -> tuple[int, int, int, int]:
     """What a row takes: requests, new tokens, cached ones, and width."""
-    widths = [job.width for job in jobs]
+    widths = [job.width for job in draft.jobs]
     return (
-        len(jobs),
-        sum(prompt.computed_tokens for prompt in group.prompts),
-        sum(prompt.cached_tokens for prompt in group.prompts),
-        sum(widths) if jobs[0].kind == "rank" else max(widths),
+        len(widths),
+        sum(prompt.computed_tokens for prompt in draft.prompts),
+        sum(prompt.cached_tokens for prompt in draft.prompts),
+        sum(widths) if draft.jobs[0].kind == "rank" else max(widths),
     )
 
 

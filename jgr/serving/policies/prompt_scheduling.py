@@ -32,7 +32,7 @@ from jgr.cache.meta import CacheMeta
 from jgr.prompt.layouts import LAYOUTS, Kind, LayoutName
 from jgr.prompt.segments import Segment, count_tokens, of_kind, segment_places
 from jgr.serving.policies.batching import Group, Loses
-from jgr.serving.policies.jobs import Job, Profile
+from jgr.serving.policies.jobs import Draft, Job, Profile
 from jgr.serving.policies.lanes import Lane
 from jgr.serving.policies.loads import Load, ShareLoad
 from jgr.serving.policies.prefix_choice import (
@@ -55,6 +55,7 @@ from jgr.serving.policies.sources import (
     Reuse,
     Source,
     UnplannedPrompt,
+    entry_name,
     moved,
 )
 
@@ -108,17 +109,17 @@ class PromptScheduler:
         loses: Loses = lambda jobs, end_ns: 0,
     ) -> Group | None:
         """The batch of the first jobs, or None where they should wait for more."""
-        jobs = iter(jobs)
-        if not due and not self.is_full(ahead := list(jobs)):
+        if not due and not self.is_full(jobs := list(jobs)):
             return None
-        jobs = jobs if due else iter(ahead)
-        chosen: list[Job] = []
-        prompts: list[PlannedPrompt] = []
+        return self.begin(self.draft(jobs, now_ns, begin_ns), now_ns)
+
+    def draft(self, jobs: Iterable[Job], now_ns: int, begin_ns: int | None) -> Draft:
+        """The batch of the first jobs, to be begun or put off before anything else is planned."""
+        chosen, prompts = list[Job](), list[PlannedPrompt]()
         pins: list[tuple[list[Entry], list[Entry]]] = []
-        used = [0, 0, 0]
-        profile = None
+        used, profile = [0, 0, 0], None
         for job in jobs:
-            prompt, read, written = self._plan(_unplanned(job), now_ns)
+            prompt, read, written = self._plan(job.unplanned, now_ns)
             width = used[2] + job.width if job.kind == "rank" else max(used[2], job.width)
             need = [used[0] + prompt.computed_tokens, used[1] + prompt.cached_tokens, width]
             fitting = self.first_fit(len(chosen) + 1, *need)
@@ -129,17 +130,27 @@ class PromptScheduler:
                 self._give_back(read, written)
                 break
             profile, used = fitting, need
-            self._count(_unplanned(job), now_ns)
             chosen.append(job)
             prompts.append(prompt)
             pins.append((read, written))
         assert profile is not None, "a job that fits no profile was accepted"
-        for entry in chain.from_iterable(written for _, written in pins):
+        return Draft(tuple(chosen), profile, tuple(prompts), pins)
+
+    def begin(self, draft: Draft, now_ns: int) -> Group:
+        """It will be dispatched, before all that is planned from now on."""
+        for job in draft.jobs:
+            self._count(job.unplanned, now_ns)
+        for entry in chain.from_iterable(written for _, written in draft.pins):
             self._meta.planned(entry, self._lane)
-        self._learn(prompts)
-        ids = tuple(job.id for job in chosen)
-        self._pinned[ids] = pins
-        return Group(ids, profile, tuple(prompts), tuple(self._meta.take_moves()))
+        self._learn(draft.prompts)
+        ids = tuple(job.id for job in draft.jobs)
+        self._pinned[ids] = draft.pins
+        return Group(ids, draft.profile, draft.prompts, tuple(self._meta.take_moves()))
+
+    def put_off(self, draft: Draft) -> None:
+        """Its jobs wait on: what was valid of their entries stays so."""
+        for read, written in draft.pins:
+            self._give_back(read, written)
 
     def finished(self, jobs: tuple[int, ...], well: bool) -> Set[tuple[int, ...]]:
         """A batch ended; well: what it computed is in the cells it was to be written to.
@@ -213,7 +224,7 @@ class PromptScheduler:
         reads = self._policy in KEEP_USERS and self._meta.can_keep("user", len(user))
         if not reads or self._choose(unplanned, now_ns) == ITEMS_FIRST:
             return None
-        return self._meta.valid_tokens(_name(user), user.content, self._lane)
+        return self._meta.valid_tokens(entry_name(user), user.content, self._lane)
 
     def informed(self, job: Job, hoped: bool = False) -> Job:
         """See Grouping."""
@@ -225,11 +236,11 @@ class PromptScheduler:
 
     def kept_of_user(self, job: Job, hoped: bool = False) -> int:
         """How many tokens of a job's user need not be computed here. hoped: all that could be. Changes nothing."""
-        unplanned = _unplanned(job)
+        unplanned = job.unplanned
         if unplanned.fresh or self._policy not in KEEP_USERS:
             return 0
         (user,) = of_kind(unplanned.prompt, Kind.USER)
-        return len(user) if hoped else self._meta.valid_tokens(_name(user), user.content, self._lane)
+        return len(user) if hoped else self._meta.valid_tokens(entry_name(user), user.content, self._lane)
 
     def forget(self, user: str) -> int:
         """Erase a user's entry; how many there were."""
@@ -299,7 +310,7 @@ class PromptScheduler:
             return
         (user,) = of_kind(unplanned.prompt, Kind.USER)
         if self._meta.hotness is not None:
-            self._meta.hotness.touch(_name(user), now_ns)
+            self._meta.hotness.touch(entry_name(user), now_ns)
         if self._meta.frequencies is not None:
             rows = [int(item.key) for item in of_kind(unplanned.prompt, Kind.ITEM) if item.key is not None]
             self._meta.frequencies.touch(rows, len(user), now_ns)
@@ -383,8 +394,8 @@ class PromptScheduler:
 
     def _drop_beginning(self, item: Segment) -> None:
         """Drop an item of which only the first tokens are cached: the others would see what this prompt has besides."""
-        if 0 < self._meta.kept_tokens(_name(item)) < len(item):
-            self._meta.drop(_name(item))
+        if 0 < self._meta.kept_tokens(entry_name(item)) < len(item):
+            self._meta.drop(entry_name(item))
 
     def _near(self, near: Near, placed: tuple[Segment, int]) -> PlannedSegment | None:
         """A history of which a library stands for some tokens, which is not kept: it is not the history's own. None
@@ -413,10 +424,12 @@ class PromptScheduler:
         if self._policy == "hotness":
             at = replace(
                 at,
-                cached_user=meta.valid_tokens(_name(user), user.content, self._lane),
-                cached_items=sum(meta.valid_tokens(_name(item), item.content, self._lane) for item in items),
+                cached_user=meta.valid_tokens(entry_name(user), user.content, self._lane),
+                cached_items=sum(
+                    meta.valid_tokens(entry_name(item), item.content, self._lane) for item in items
+                ),
             )
-            at = self._situation(_name(user), at, now_ns)
+            at = self._situation(entry_name(user), at, now_ns)
         return choose(self._policy, at, self._hysteresis, self._rule)
 
     def _situation(self, user: Name, at: Situation, now_ns: int) -> Situation:
@@ -448,7 +461,7 @@ class PromptScheduler:
         keep: whether the rest should be kept. read, written: take the entries that are pinned. repaired: so many first
         tokens are not read from the cache.
         """
-        meta, name, content = self._meta, _name(segment), segment.content
+        meta, name, content = self._meta, entry_name(segment), segment.content
         entry = meta.find(name, content, self._lane)
         valid = cached = 0
         spans: tuple[Source, ...] = ()
@@ -484,16 +497,3 @@ class PromptScheduler:
             if p.batch >= requests and p.tokens >= tokens and p.context >= context and p.width >= width
         )
         return min(fitting, key=self.costs.ns, default=None)
-
-
-def _unplanned(job: Job) -> UnplannedPrompt:
-    assert isinstance(job.prompt, UnplannedPrompt)
-    return job.prompt
-
-
-def _name(segment: Segment) -> Name:
-    """What the segment's entry is called: by the layout in which it is a prefix, which is where its KV is exact."""
-    assert segment.key is not None
-    if segment.kind == Kind.USER:
-        return Name("user", segment.key, "user_prefix")
-    return Name("item", segment.key, "item_prefix")

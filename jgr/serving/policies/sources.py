@@ -12,9 +12,10 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
+from jgr.cache.entries import Name
 from jgr.config import CacheConfig
 from jgr.prompt.layouts import Kind, LayoutName
-from jgr.prompt.segments import Prompt, count_tokens, of_kind
+from jgr.prompt.segments import Prompt, Segment, count_tokens, of_kind
 
 
 class Compute(Struct, frozen=True, tag=True):
@@ -43,6 +44,14 @@ class Approximate(Struct, frozen=True, tag=True):
 
 
 Source = Compute | Reuse | Approximate
+
+
+def entry_name(segment: Segment) -> Name:
+    """What the segment's entry is called: by the layout in which it is a prefix, which is where its KV is exact."""
+    assert segment.key is not None
+    if segment.kind == Kind.USER:
+        return Name("user", segment.key, "user_prefix")
+    return Name("item", segment.key, "item_prefix")
 
 
 def moved(span: Source, place: int) -> Source:

@@ -17,10 +17,11 @@ from jgr.cli.kv import build
 from jgr.config import Config, ConfigError, UserError, override
 from jgr.placement.kv_folder import BLOCKS, INDEX
 from jgr.serving.cluster.own_items import read_kv
+from jgr.serving.decoders.item_blocks import compute
 from jgr.serving.decoders.loading import load_engine
 from jgr.serving.versions.deployment import Deployment
 from jgr.serving.versions.served_models import Models
-from tests.serving.decoders.test_cached_server import N_ITEMS, Served, ids, make_config, scores
+from tests.serving.decoders.test_cached_server import N_ITEMS, PATIENCE_S, Served, ids, make_config, scores
 
 HISTORY, ROWS = ids(*range(6)), ids(20, 21, 3, 22)
 
@@ -125,3 +126,33 @@ def test_a_folder_that_does_not_fit_is_refused_at_the_start(world: World, tmp_pa
     ):
         load_engine(override(world.config, f"cache.kv={world.folder}", f"server.journal={tmp_path}/j"))
     assert (world.folder / INDEX).exists()
+
+
+def test_an_engine_that_fell_back_computes_items_for_others_and_fetches_none(
+    world: World, tmp_path: Path
+) -> None:
+    """Its own prompts are computed whole, but what an item is alone is exact all the same."""
+    drift = ("cache.repair_share=0.25", "cache.shadow=0.01", "cache.max_drift=0.04")
+    config = override(world.config, *drift)
+    assert asyncio.run(build(config, tmp_path / "kv"))["items"] == N_ITEMS
+
+    server = Served(override(config, f"cache.kv={tmp_path / 'kv'}"), ["rank"])
+    try:
+        read_kv(server._listener.models, server.config)
+        watch = server.engine.served.watch
+        while not watch.fell_back:
+            watch.observe(-1.0)
+        answer = server.rank("u", HISTORY, ROWS)
+        assert answer["usage"]["full_recompute"]
+        assert "jgr_fleet_items_missing_total{" not in server.call("/metrics").body.decode()
+        loop = server.engine._loop
+        made = asyncio.run_coroutine_threadsafe(compute(server.engine, [1, 2, 29]), loop).result(PATIENCE_S)
+        assert sorted(made) == [1, 2, 29]
+    finally:
+        server.stop()
+
+
+def test_several_devices_keep_no_items_for_others(world: World, tmp_path: Path) -> None:
+    config = override(world.config, "model.tensor_parallel=2")
+    with pytest.raises(UserError, match="jgr kv build: computes on one device, not with model"):
+        asyncio.run(build(config, tmp_path / "kv"))

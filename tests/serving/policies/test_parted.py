@@ -10,7 +10,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jgr.cache.hotness import ItemFrequencies
+from jgr.cache.entries import Name
+from jgr.cache.hotness import ExponentialWindow, ItemFrequencies
 from jgr.cache.neighbours import Neighbour, Neighbours
 from jgr.cache.pages import Pages, Room
 from jgr.prompt.segments import Content, make_prompt
@@ -92,6 +93,28 @@ def test_a_row_that_would_make_an_accepted_job_late_waits() -> None:
     scheduler.check()
     (alone,) = plan(scheduler, long, begin_ns=0).prompts
     assert alone.cached_tokens == 0, "what it was given was given back"
+
+
+def test_a_row_that_is_put_off_leaves_what_its_users_had_and_counts_nobody() -> None:
+    scheduler, window = make("user"), ExponentialWindow(10**12, 100)
+    for meta in scheduler._neighbours.metas:
+        meta.hotness = ExponentialWindow(10**12, 100)
+    scheduler.finished(plan(scheduler, job(0, 0, 4, [0]), job(1, 1, 4, [0])).jobs, well=True)
+    later = job(3, 1, 30, [0])
+    for _ in range(3):
+        group = plan(scheduler, job(2, 0, 4, [0], deadline_ns=50_000_000), later, begin_ns=0)
+        assert group.jobs == (2,)
+        scheduler.finished(group.jobs, well=True)
+        assert scheduler.cached_user(job(9, 1, 4, [0]).unplanned, 0) == 4
+    group = plan(scheduler, later, begin_ns=0)
+    assert group.prompts[0].cached_tokens == 4
+    scheduler.finished(group.jobs, well=True)
+    scheduler.check()
+    name = Name("user", "u1", "user_prefix")
+    for now_ns in (1, 3):
+        window.touch(name, now_ns)
+    came = [meta.hotness.frequency(name, 9) for meta in scheduler._neighbours.metas if meta.hotness]
+    assert came == [0.0, window.frequency(name, 9), 0.0]
 
 
 def test_an_item_is_copied_from_the_device_that_has_it() -> None:
