@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -99,6 +100,7 @@ def prepare(options: Options) -> tuple[dict[str, Any], bool]:
     if options.tables != AS_FOUND and not isinstance(raw, Tabular):
         raise DataError(f"--time_unit, --actions: are for --source=generic, not {options.source}")
     paths = _paths(raw)
+    _refuse_replacing(options.out, paths)
     inputs = {path.relative_to(options.raw).as_posix(): record(path) for path in paths}
     identity = {"format": FORMAT, "parameters": parameters, "inputs": inputs}
     if (options.out / MANIFEST).exists():
@@ -164,6 +166,14 @@ def _paths(raw: Raw | Tabular | ReadyDataset) -> list[Path]:
         return list(raw.files)
     events = raw.files if isinstance(raw, Tabular) else [path for path, _ in raw.events]
     return [*events, *([raw.items[0]] if raw.items else [])]
+
+
+def _refuse_replacing(out: Path, raw: list[Path]) -> None:
+    """Raise DataError where a file that is written, or removed, is one of those that are read."""
+    read = set(map(os.path.realpath, raw))  # Path.resolve raises at a link to itself
+    for path in (out / name for name in (MANIFEST, ITEMS, USERS, INTERACTIONS, TITLES, CATALOG)):
+        if os.path.realpath(path) in read:
+            raise DataError(f"--out: {path} is a raw file that would be replaced: give another folder")
 
 
 def _build(

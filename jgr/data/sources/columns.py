@@ -90,12 +90,11 @@ class Splits:
         if values is None:
             self._parts.append(np.full(size, given, np.int64))
             return
-        numbers: dict[Any, int] = {None: given, **SPLIT_OF}
+        numbers: dict[Any, int] = {**dict.fromkeys(_EMPTY, given), **SPLIT_OF}
         try:
             self._parts.append(np.fromiter(map(numbers.__getitem__, values), np.int64, size))
         except (KeyError, TypeError):
-            known = set(map(str, SPLIT_OF))
-            wrong = next(i for i, value in enumerate(values) if value is not None and str(value) not in known)
+            wrong = next(i for i, value in enumerate(values) if value not in (*_EMPTY, *SPLIT_OF))
             raise BadCell(
                 wrong, self._column, f"must be train, valid or test, found {_shown(values[wrong])}"
             ) from None

@@ -394,6 +394,21 @@ def test_atomic_files_of_three_splits_with_histories(tmp_path: Path) -> None:
     assert len(data.interactions.test) == 3
 
 
+@pytest.mark.parametrize("between", [",", "\t"])
+def test_an_empty_split_is_train(tmp_path: Path, between: str) -> None:
+    """In JSON lines a row leaves it out, and means the same."""
+    lines = ["user_id item_id split", *(f"u {item} {split}" for item, split in zip(
+        "abcde", ["", "train", "valid", "", "test"], strict=True))]  # fmt: skip
+    name = "interactions.csv" if between == "," else "interactions.tsv"
+    csv(tmp_path, "\n".join(line.replace(" ", between) for line in lines) + "\n", name)
+    found = read(tmp_path)
+    assert found.split.tolist() == [0, 0, 1, 0, 2]
+    assert "split: 3 train, 1 valid, 1 test; --split=given takes it" in found.notes
+    csv(tmp_path, "\n".join(line.replace(" ", between) for line in [*lines, "u f dev"]) + "\n", name)
+    with pytest.raises(DataError, match=r":7: split: must be train, valid or test, found 'dev'"):
+        read(tmp_path)
+
+
 def test_whole_sequences_with_times(tmp_path: Path) -> None:
     csv(
         tmp_path,

@@ -101,6 +101,30 @@ def test_what_is_there_is_replaced_only_where_asked(tmp_path: Path) -> None:
     assert prepare(replaced)[0]["counts"]["items"] == 5
 
 
+@pytest.mark.parametrize("link", [False, True])
+def test_a_raw_file_is_never_replaced(tmp_path: Path, link: bool) -> None:
+    """Not by its own name, and not through a link to the raw folder."""
+    raw = csv(tmp_path / "raw", "user_id,item_id\n" + "".join(f"u,{i}\n" for i in range(4)))
+    titles = "".join(f'{{"item_id": "{i}", "title": "T{i}"}}\n' for i in range(9))
+    csv(raw, titles, "items.jsonl")
+    out = raw
+    if link:
+        out = tmp_path / "out"
+        out.symlink_to(raw)
+    for overwrite in (False, True):
+        with pytest.raises(DataError) as refused:
+            prepare(Options("generic", raw, out, overwrite=overwrite))
+        message = f"--out: {out / 'items.jsonl'} is a raw file that would be replaced: give another folder"
+        assert str(refused.value) == message
+    assert {path.name for path in raw.iterdir()} == {"interactions.csv", "items.jsonl"}
+    assert (raw / "items.jsonl").read_text() == titles
+    inside = Options("generic", raw, raw / "prepared")
+    assert [prepare(inside)[1], prepare(inside)[1]] == [True, False]
+    csv(raw, "user_id,item_id\n" + "".join(f"u,{i}\n" for i in range(5)))
+    assert prepare(Options("generic", raw, raw / "prepared", overwrite=True))[0]["counts"]["items"] == 5
+    assert (raw / "items.jsonl").read_text() == titles
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("form", "model"), [*zip(FORMS, ("climber", "stu") * 3, strict=False)])
 def test_scorers_learn_from_own_files(tmp_path: Path, form: str, model: str) -> None:
