@@ -30,12 +30,24 @@ Int64 = npt.NDArray[np.int64]
 
 MINIONEREC_HEADER = b"user_id:token\titem_id_list:token_seq\titem_id:token"
 MAX_ROW = 2**31 - 1
+LONGEST_S = 2**31 - 1
+"""The most seconds from the first event that a model reads to the last: it counts them in int32."""
 UNRECORDED = "unrecorded"
 """The action of an event whose feedback was not recorded."""
 
 
 class DataError(UserError):
     """Interactions that cannot be used; the message names the file and line, or the user."""
+
+
+def refuse_long(seconds: Int64, what: str, error: type[UserError]) -> None:
+    """Raise `error`, which begins with `what`, where a history is longer than a model can count. seconds: of each."""
+    longest = int(seconds.max(initial=0))
+    if longest > LONGEST_S:
+        raise error(
+            f"{what}: a history spans {longest} seconds, over 68 years; "
+            "if the times are in another unit, name it with jgr prepare --time_unit"
+        )
 
 
 @dataclass(frozen=True, eq=False)

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jgr.config import TrainConfig, UserError
-from jgr.data.interactions import Ragged
+from jgr.data.interactions import Ragged, refuse_long
 from jgr.fields import one_line
 from jgr.models import checkpoint, hstu, lru_rec, repeats, sasrec, tables
 from jgr.models.config_file import read_object, scorer_config
@@ -166,10 +166,10 @@ def top_k(
 
     Equal scores: the lower row first. exclude_seen: leave out the items of the whole history. asked: [b] int64
     seconds, when the item that is looked for will be taken; only for `timed` models, whose histories must have times
-    too. Raises UserError where they are missing.
+    too. Raises UserError where they are missing, or too far apart.
     """
-    if timed(cfg) and (asked is None or histories.times is None):
-        raise UserError("this retriever depends on times, and the histories have none")
+    if timed(cfg):
+        _require_times(cfg, histories, asked)
     found = np.full((len(histories), k), -1, np.int32)
     places = min(k, cfg.n_items)
     # Two shapes at most are compiled: the seen items are padded to the longest history.
@@ -191,6 +191,14 @@ def top_k(
         best = _best(params, rows, seen, times, cfg=cfg, k=places, exclude_seen=exclude_seen)
         found[at : at + BATCH, :places] = np.asarray(best)[: len(batch)]
     return found
+
+
+def _require_times(cfg: RetrieverConfig, histories: Ragged, asked: npt.NDArray[np.int64] | None) -> None:
+    if asked is None or histories.times is None:
+        raise UserError("this retriever depends on times, and the histories have none")
+    some = histories.lengths > 0
+    first = np.maximum(histories.starts, histories.stops - cfg.max_items)[some]
+    refuse_long(asked[some] - histories.times[first], "this retriever depends on times", UserError)
 
 
 def save(

@@ -171,6 +171,9 @@ def _ppmi(cells: Int64, times: Int64, n_items: int, shift: float) -> csr_array:
 def _low_rank(matrix: csr_array, dims: int, rng: np.random.Generator) -> Float32:
     """U sqrt|L| of the `dims` largest eigenvalues L by magnitude, [n, dims]; zeros beyond rank n."""
     n = matrix.shape[0]
+    found = np.zeros((n, dims), np.float32)
+    if not matrix.nnz:  # Lanczos's method finds nothing there, and fails
+        return found
     if n > FEW and dims < n - 1:
         from scipy.sparse.linalg import eigsh
 
@@ -179,6 +182,5 @@ def _low_rank(matrix: csr_array, dims: int, rng: np.random.Generator) -> Float32
         values, turned = np.linalg.eigh(matrix.toarray())
     values[np.abs(values) < 1e-5 * np.abs(values).max(initial=0)] = 0.0
     largest = np.argsort(-np.abs(values), kind="stable")[:dims]
-    found = np.zeros((n, dims), np.float32)
     found[:, : len(largest)] = turned[:, largest] * np.sqrt(np.abs(values[largest]))
     return found

@@ -151,7 +151,8 @@ class Trainer:
         nats, targets, gradients = total
         targets = jnp.maximum(targets, 1.0)
         gradients = jax.tree.map(lambda g: g / targets, gradients)
-        before = state.optimizer if place is None else _placed(state.optimizer, place)
+        # Never what the optimizer counted itself: a run that train.minutes ended left the schedule's end there.
+        before = _placed(state.optimizer, state.step if place is None else place)
         updates, optimizer = self._optimizer.update(gradients, before, state.params)
         return State(optax.apply_updates(state.params, updates), optimizer, state.step + 1), nats / targets
 

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jgr.config import ConfigError, TrainConfig
-from jgr.data.interactions import Ragged
+from jgr.data.interactions import Ragged, refuse_long
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
@@ -89,8 +89,13 @@ class Windows(Batches):
         self._sequences = sequences.select(np.flatnonzero(sequences.lengths >= 2))
         if not len(self._sequences):
             raise ConfigError("no user has two interactions: there is nothing to learn from")
-        if train.times and sequences.times is None:
-            raise ConfigError("train.times: the dataset has no times")
+        if train.times:
+            times = sequences.times
+            if times is None:
+                raise ConfigError("train.times: the dataset has no times")
+            # Of whole histories: no window is longer.
+            spans = times[self._sequences.stops - 1] - times[self._sequences.starts]
+            refuse_long(spans, "train.times", ConfigError)
         super().__init__(train, np.minimum(self._sequences.lengths, train.max_items + 1))
 
     def digest(self) -> str:

@@ -18,7 +18,7 @@ from jgr.config import ConfigError, UserError, override
 from jgr.data.datasets import Dataset
 from jgr.data.interactions import Examples, Interactions, Ragged
 from jgr.evaluation.candidates import retrieve
-from jgr.models import hstu, hstu_import, retrievers
+from jgr.models import hstu, hstu_import, params, retrievers
 from jgr.models.hstu import HstuConfig, HstuParams, WindowSlides
 from jgr.models.hstu_costs import Work, cost, of_history
 from jgr.models.params import CheckpointError, Spec
@@ -179,6 +179,33 @@ def test_windows_have_seconds_since_their_first_event(tmp_path: Path) -> None:
         Windows(Ragged.of([[1, 2, 3]]), train)
     with pytest.raises(ConfigError, match=r"only hstu's bias"):
         override(rule_config(tmp_path), "train.times=true")
+
+
+def test_times_that_32_bits_do_not_hold_are_refused(tmp_path: Path) -> None:
+    """The last time that fits is told from the first that does not; of a long history the latest events count."""
+    train = override(rule_config(tmp_path), "train.model=hstu", "train.times=true", "train.max_items=4").train
+    most = 2**31 - 1
+
+    def sequences(*times: int) -> Ragged:
+        ragged = Ragged.of([[1, 2], list(range(len(times)))])
+        return dataclasses.replace(ragged, times=np.array([5, 6, *times], np.int64))
+
+    assert Windows(sequences(7, 8, 7 + most), train).batch(0)[..., 1].max() == most
+    message = f"a history spans {most + 1} seconds, over 68 years; .* jgr prepare --time_unit"
+    with pytest.raises(ConfigError, match=rf"train\.times: {message}"):
+        Windows(sequences(7, 8, 8 + most), train)
+    Windows(sequences(7, 8, 8 + most), dataclasses.replace(train, times=False))
+
+    cfg = retrievers.make_config(train, [f"i{i}" for i in range(9)])
+    weights = params.initialize(hstu.spec(cfg), KEY)
+
+    def ranked(asked: int) -> np.ndarray:
+        when = np.array([9, asked], np.int64)
+        return retrievers.top_k(weights, cfg, sequences(0, 7, 8, 9, 10), 9, exclude_seen=False, asked=when)
+
+    assert sorted(ranked(7 + most)[1].tolist()) == list(range(9))
+    with pytest.raises(UserError, match=f"this retriever depends on times: {message}"):
+        ranked(8 + most)
 
 
 def test_it_learns_what_times_alone_tell(tmp_path: Path) -> None:

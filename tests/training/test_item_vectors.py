@@ -103,9 +103,12 @@ def test_an_item_without_company_gets_a_short_vector_of_its_own() -> None:
     assert len(np.unique(found.vectors[3:], axis=0)) == 3
 
 
-def test_nobody_has_company() -> None:
-    found = co_occurrence_vectors(Ragged.of([[0], [1]]), 3, dims=2)
-    assert not found.placed.any() and np.isfinite(found.vectors).all()
+@pytest.mark.parametrize("n", [3, item_vectors.FEW + 1])
+def test_nobody_has_company(n: int) -> None:
+    found = co_occurrence_vectors(Ragged.of([[0], [1], [2, 2]]), n, dims=2)
+    assert found.vectors.shape == (n, 2) and not found.placed.any()
+    np.testing.assert_allclose(np.linalg.norm(found.vectors, axis=1), UNPLACED_LENGTH, atol=1e-6)
+    assert len(np.unique(found.vectors, axis=0)) == n
 
 
 def test_more_dimensions_than_items_are_zeros() -> None:

@@ -294,6 +294,20 @@ def test_a_step_can_have_another_place_in_the_schedule() -> None:
     assert int(state.step) == 4
 
 
+def test_without_a_place_a_step_is_where_the_steps_are() -> None:
+    """However far a clock had placed those before it."""
+    train = dataclasses.replace(
+        TRAIN, schedule="linear", steps=100, warmup_steps=0, weight_decay=0.0, adam_b2=0
+    )
+    trainer = Trainer(train, ONE, lambda x, rows, key: (0.5 * x.sum(), jnp.ones(())))
+    rows, state, moves = np.zeros((4, 2), np.int32), trainer.initial(), []
+    for place in (None, 70, 100, None, None):
+        before = float(state.params[0])
+        state, _ = trainer.step(state, rows, place)
+        moves.append((before - float(state.params[0])) / train.learning_rate)
+    np.testing.assert_allclose(moves, [1 - 0.99 * at / 100 for at in (0, 70, 100, 3, 4)], atol=1e-5)
+
+
 @pytest.mark.parametrize(
     "specs",
     [

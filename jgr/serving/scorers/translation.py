@@ -24,6 +24,7 @@ import numpy.typing as npt
 from jgr.cache.buffers import BufferLayout
 from jgr.catalog.catalog import Catalog
 from jgr.config import Config
+from jgr.data.interactions import LONGEST_S
 from jgr.fields import nearest
 from jgr.models.repeats import buckets_of
 from jgr.models.scorers import Needs
@@ -49,8 +50,6 @@ Int64 = npt.NDArray[np.int64]
 Float32 = npt.NDArray[np.float32]
 UInt8 = npt.NDArray[np.uint8]
 
-LONGEST_S = (1 << 31) - 1
-"""The most seconds from a user's oldest event to now."""
 NO_ROWS = np.zeros(0, np.int32)
 MAX_WEIGHT = 1e6
 """The largest weight of a task: a sum of scores with such weights stays finite in float32."""
