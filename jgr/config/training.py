@@ -173,6 +173,15 @@ class TrainConfig:
             require(alone, f"train.{name}: train.model={self.model} is no ranker")
         for name in ("label_smoothing", "cosines"):
             require(not getattr(self, name) or generates, f"train.{name}: train.model={self.model} has none")
+        require(
+            self.temperature == 1 or informed or self.cosines,
+            "train.temperature: only of a retriever, or with train.cosines",
+        )
+        sequences = self.model not in ("climber", "stu", "controller")
+        require(
+            not self.skip_events or sequences,
+            f"train.skip_events: train.model={self.model} does not learn from sequences of items",
+        )
         require(not self.item_loss or self.cosines, "train.item_loss: only with train.cosines")
         require(self.later_codes == 1 or self.cosines, "train.later_codes: only with train.cosines")
         decodes = self.model in ("generator", "ranker")

@@ -4,14 +4,24 @@
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_type_hints
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from jgr import fields
-from jgr.config import BeamConfig, Config, ConfigError, UserError, load_config, named, override, to_json
+from jgr.config import (
+    BeamConfig,
+    Config,
+    ConfigError,
+    TrainConfig,
+    UserError,
+    load_config,
+    named,
+    override,
+    to_json,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -84,6 +94,7 @@ def test_override_types_the_value_by_its_field(assignment: str, section: str, fi
         ("train.lookups=0.5", "train.lookups: train.model=generator is no ranker"),
         ("train.layouts=causal", "train.layouts: train.model=generator is no ranker"),
         ("train.compute=bfloat16", "train.compute: train.model=generator is no ranker"),
+        ("train.temperature=0.05", "train.temperature: only of a retriever, or with train.cosines"),
     ],
 )
 def test_a_bad_override_is_named(assignment: str, message: str) -> None:
@@ -91,6 +102,27 @@ def test_a_bad_override_is_named(assignment: str, message: str) -> None:
         override(Config(), assignment)
     assert message in str(e.value)
     assert isinstance(e.value, UserError)
+
+
+def test_what_a_model_would_not_read_is_refused() -> None:
+    def refused(model: str, assignment: str) -> bool:
+        try:
+            override(Config(), f"train.model={model}", assignment)
+        except ConfigError as error:
+            assert str(error).startswith(assignment.partition("=")[0])
+            return True
+        return False
+
+    models = get_args(get_type_hints(TrainConfig)["model"])
+    assert {model for model in models if refused(model, "train.skip_events=0.3")} == {
+        "climber", "stu", "controller"
+    }  # fmt: skip
+    taken = {model for model in models if not refused(model, "train.temperature=0.05")}
+    assert taken == {"sasrec", "lrurec", "hstu"}
+    for model in models:  # what changes nothing may be said
+        override(Config(), f"train.model={model}", "train.temperature=1", "train.skip_events=0")
+    cosines = override(Config(), "train.temperature=0.05", "train.cosines=true").train
+    assert (cosines.temperature, cosines.model) == (0.05, "generator")
 
 
 def test_overrides_apply_together_and_the_last_wins() -> None:
