@@ -137,7 +137,7 @@ class PromptScheduler:
         return Draft(tuple(chosen), profile, tuple(prompts), pins)
 
     def begin(self, draft: Draft, now_ns: int) -> Group:
-        """It will be dispatched, before all that is planned from now on."""
+        """Make a draft the next batch that is dispatched: what is planned from now on may read what it writes."""
         for job in draft.jobs:
             self._count(job.unplanned, now_ns)
         for entry in chain.from_iterable(written for _, written in draft.pins):
@@ -148,7 +148,7 @@ class PromptScheduler:
         return Group(ids, draft.profile, draft.prompts, tuple(self._meta.take_moves()))
 
     def put_off(self, draft: Draft) -> None:
-        """Its jobs wait on: what was valid of their entries stays so."""
+        """Let a draft's jobs wait on. What was valid of their entries stays so."""
         for read, written in draft.pins:
             self._give_back(read, written)
 
