@@ -30,7 +30,7 @@ from jgr.models.params import PyTree
 from jgr.models.retrievers import items_digest
 from jgr.models.scorers import Candidates, ScorerConfig, Users
 from jgr.models.stu import StuConfig
-from jgr.models.stu_scorer import StuScorerConfig
+from jgr.models.stu_scorer import WEEK, StuScorerConfig
 from jgr.training.run import Progress, train_to_best
 from jgr.training.trainer import Loss
 from jgr.training.windows import Batches
@@ -138,7 +138,8 @@ class ImpressionWindows(Batches):
 def windows(
     found: Requests, chosen: npt.NDArray[np.int64], max_items: int, candidates: int
 ) -> npt.NDArray[np.int32]:
-    """The windows of the chosen requests, [B, S + M, 4] int32: row (-1 for padding), seconds, actions, scenario.
+    """The windows of the chosen requests, [B, S + M, 4] int32: row (-1 for padding), seconds, actions, scenario. Each
+    window's seconds count from the last whole week since 1970 before its first event.
 
     max_items: S, the last events of a history, which come first. candidates: M, the impressions after them, which all
     have the request's time and scenario.
@@ -160,8 +161,10 @@ def windows(
                 actions[places],
                 scenarios[places],
             )
-        window[: stop - recent.start, 1] = times[recent]
-        window[max_items:, 1] = now
+        # As in serving: absolute seconds leave 32 bits in 2038, and float32 holds fewer still.
+        origin = (int(times[recent.start]) if recent.start < stop else now) // WEEK * WEEK
+        window[: stop - recent.start, 1] = times[recent] - origin
+        window[max_items:, 1] = now - origin
     return made
 
 

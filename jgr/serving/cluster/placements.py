@@ -45,6 +45,8 @@ from jgr.serving.cluster.nodes import View
 
 LOOK_S = 1.0
 """Between two looks at who is there."""
+TELL_S = 3.0
+"""So long a replica has to take what it is told; one that hangs holds up nobody else's look for longer."""
 PREFILL_S, CANDIDATES = 0.03, 100
 """What is believed of a request before any came: its prefill time, and how many items it has."""
 LINK_BYTES_PER_S = 1.25e9
@@ -189,8 +191,12 @@ class Placements:
                 if numbers[name] < world.workers.count or free >= world.workers.count:
                     continue
                 del world.members[numbers[name]]
-            peer = Peer(*await self._fleet.items(name, "join", free, self._secret))
-            world.members[free] = _Member(name, abouts[name]["worker"], peer)
+            try:
+                peer = await asyncio.wait_for(self._fleet.items(name, "join", free, self._secret), TELL_S)
+            except Exception as error:  # the next look asks it again, if it is there
+                _log.warning("items: %s did not become a node: %r", name, error)
+                continue
+            world.members[free] = _Member(name, abouts[name]["worker"], Peer(*peer))
             _log.info("items: node %d is %s", free, name)
 
     def _bursting(self, world: _World, placement: ItemPlacement) -> Int32:
@@ -323,14 +329,18 @@ class Placements:
         at = homes.astype(np.int16).tobytes() if moved else b""
         view = View(peers, count, np.packbits(held, bitorder="little").tobytes(), at)
         if view != world.told:
-            told: View | None = view
-            for member in world.members.values():
-                try:
-                    await self._fleet.items(member.name, "see", view)
-                except Exception as error:
-                    _log.warning("items: %s was not told who holds what: %s", member.name, error)
-                    told = None  # the next look tells all of them again
-            world.told = told
+            names = [member.name for member in world.members.values()]
+            told = await asyncio.gather(*(self._see(name, view) for name in names))
+            world.told = view if all(told) else None  # else the next look tells all of them again
+
+    async def _see(self, name: str, view: View) -> bool:
+        """Tell one; whether it was told."""
+        try:
+            await asyncio.wait_for(self._fleet.items(name, "see", view), TELL_S)
+        except Exception as error:
+            _log.warning("items: %s was not told who holds what: %r", name, error)
+            return False
+        return True
 
 
 def _lists(counted: Mapping[str, Any]) -> list[Int32]:

@@ -8,8 +8,10 @@ import asyncio
 from typing import Any
 
 import numpy as np
+import pytest
 
 from jgr.config import FleetConfig
+from jgr.serving.cluster import placements
 from jgr.serving.cluster.nodes import View
 from jgr.serving.cluster.placements import Placements
 
@@ -18,13 +20,13 @@ N_ITEMS = 20
 
 class Noted:
     """The replicas. numbers: by name, of those that are there. told: the last view of each. steps: who did which.
-    deaf: who is not told the next view."""
+    deaf: who is not told the next view. hung: who answers nothing."""
 
     def __init__(self, *names: str) -> None:
         self.numbers: dict[str, int | None] = dict.fromkeys(names)
         self.told: dict[str, View] = {}
         self.steps: list[tuple[str, str]] = []
-        self.deaf = ""
+        self.deaf = self.hung = ""
 
     async def items_all(self, what: str, *arguments: Any) -> dict[str, Any]:
         if what == "counts":
@@ -34,6 +36,8 @@ class Noted:
         } | {"starting": {"key": "", "worker": 0, "number": None}}
 
     async def items(self, name: str, what: str, *arguments: Any) -> Any:
+        if name == self.hung:
+            await asyncio.Event().wait()
         if what == "facts":
             tokens = np.full(N_ITEMS, 4, np.int32).tobytes()
             return {"tokens": tokens, "token_bytes": 8, "cell_tokens": 4, "capacity": 10_000}
@@ -76,6 +80,28 @@ def test_whoever_was_not_told_who_holds_what_is_told_at_the_next_look() -> None:
         fleet.told.clear()
         assert await placements.look()
         assert fleet.told == {}, "both know it"
+
+    asyncio.run(run())
+
+
+def test_one_that_hangs_holds_up_no_look_and_is_told_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placements, "TELL_S", 0.01)
+
+    async def run() -> None:
+        fleet = Noted("a", "b")
+        placed = placing(fleet)
+        assert await placed.look()
+        del fleet.numbers["b"]
+        fleet.numbers["c"], fleet.hung = None, "c"
+        assert not await placed.look(), "no node 1"
+        assert fleet.told["a"].peers.keys() == {0} and fleet.numbers == {"a": 0, "c": None}
+        fleet.hung = ""
+        assert await placed.look() and fleet.numbers == {"a": 0, "c": 1}
+        fleet.numbers["d"], fleet.hung, before = None, "c", fleet.told["c"]
+        assert await placed.look()
+        assert fleet.told["a"].peers.keys() == {0, 1, 2} and fleet.told["c"] == before
+        fleet.hung = ""
+        assert await placed.look() and fleet.told["c"] == fleet.told["a"]
 
     asyncio.run(run())
 
