@@ -23,21 +23,23 @@ class Miss(NamedTuple):
 MISSES = (
     Miss(
         "Goodput over HTTP",
-        r"goodput-share-of-(industrial|sasrec_industrial)-over-http",
+        r"goodput-share-of-(industrial|sasrec_industrial)-over-http(-with-a-core-for-the-host)?",
         "Server, model and client share two cores; the model runs by the kernels of `make native`. At three times the "
-        "load event loop and client take .77 of a core with the generator and .98 with the scorer, to send, read and "
-        "refuse what cannot be done, by HTTP and JSON mostly. The generator's model works with both cores, and a run "
-        "waits whenever one of them is taken: its time grows and varies, so that within 100 ms half a batch is "
-        "promised, and a whole one seldom. With server.host_cores=1 all rows hold, of a capacity that is a fifth "
-        "smaller. The scorer's model takes little; there the loop is the limit, and waits for its turn in the "
-        "interpreter with the threads that launch and collect, so what refusals take of it is taken from the answers. "
-        "The rows have each load, and the other policies, which are below beyond the capacity.",
+        "load event loop and client take up to .91 of a core with the generator and 1.13 with the scorer, to send, "
+        "read and refuse what cannot be done, by HTTP and JSON mostly. The generator's model works with both cores, "
+        "and a run waits whenever one of them is taken: its time grows and varies, so that within 100 ms half a batch "
+        "is promised, and a whole one seldom. With server.host_cores=1 what is below are six of the 21 rows, about "
+        "the capacity mostly, and not those of three times the load; the machine's speed changed meanwhile, for "
+        "others of these rows answer up to 1.15 times the capacity that was measured a minute before. The scorer's "
+        "model takes little; there the loop is the limit, and waits for its turn in the interpreter with the threads "
+        "that launch and collect, so what refusals take of it is taken from the answers. The rows have each load, and "
+        "the other policies, which are below beyond the capacity.",
     ),
     Miss(
         "Device time without an answer, over HTTP",
         r"wasted-device-time-of-industrial-over-http(-with-a-core-for-the-host)?",
         "A run that takes much longer than was predicted makes its own requests late, and those of the run that is on "
-        "its way behind it. In six seconds two such runs are the target. One of 21 rows is above it, and one with a "
+        "its way behind it. In six seconds two such runs are the target. Four of 21 rows are above it, and one with a "
         "core left to the server.",
     ),
     Miss(
@@ -84,10 +86,11 @@ MISSES = (
         "the same hour, and as much of the processor.",
     ),
     Miss(
-        "Searches beside the nearest peer, and held to the catalog beside PyTorch's forms",
-        r"least-time-of-any-peer-over-jgr|time-of-(pytorch|compiled)-over-jgr-valid-prompt-512-beam-128",
-        "Each median is beyond its target, and the intervals go below: a machine whose speed changes within a run has "
-        "them wide. PyTorch's compiled form is near the target also on quiet days.",
+        "Searches beside the nearest peer, and held to the catalog beside PyTorch's compiled form and vLLM",
+        r"least-time-of-any-peer-over-jgr|time-of-(vllm|compiled)-over-jgr-valid-prompt-512-beam-128",
+        "The nearest search is one held to the catalog with 512 beams, in which PyTorch's compiled form is as fast as "
+        "jgr. With 128 beams that form was near its target on other machines too; where jgr's time goes there was not "
+        "looked into. vLLM's search takes so long that it was timed once.",
     ),
     Miss(
         "Rates under the shortest P99 limit",
@@ -100,8 +103,9 @@ MISSES = (
     ),
     Miss(
         "The shorter prompts beside the fastest peer",
-        r"prefill-time-over-best-peer-prompt-512-batch-[18]",
-        "Each median is below the target; the intervals go beyond it.",
+        r"prefill-time-over-best-peer-prompt-(512-batch-1|700-batch-[18])",
+        "The medians of one prompt are below the target, and their intervals go beyond it. A prompt of 700 tokens runs "
+        "in the program for 1,024, which a peer need not: with eight of them that is what jgr is ahead by elsewhere.",
     ),
     Miss(
         "BAT over caching users only and over caching nothing, on the best workload",

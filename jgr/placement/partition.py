@@ -172,12 +172,7 @@ class _State:
                 continue
             theirs = np.concatenate([self._heaviest(other, at) for at in range(self._loads.shape[1])])
             theirs = np.append(np.unique(np.concatenate([theirs, self._lightest(other)])), -1)
-            given = self._loads[mine][:, None] - np.where(
-                theirs[:, None] >= 0, self._loads[theirs], 0.0
-            )  # [mine, theirs, c]
-            before = self._excess(self._of[full]) + self._excess(self._of[other])
-            after = self._excess(self._of[full] - given) + self._excess(self._of[other] + given)
-            less = before - after
+            less = self._less(full, mine, int(other), theirs)
             at = np.unravel_index(int(less.argmax()), less.shape)
             if less[at] > best:
                 best, found = float(less[at]), (int(mine[at[0]]), int(theirs[at[1]]), int(other))
@@ -188,6 +183,20 @@ class _State:
         if exchanged >= 0:
             self._move(exchanged, full)
         return True
+
+    def _less(
+        self, full: int, mine: npt.NDArray[np.intp], other: int, theirs: npt.NDArray[np.intp]
+    ) -> Float64:
+        """What each exchange of one of mine, of a part, for one of another part's, -1: for none, takes from what
+        exceeds the bounds, [mine, theirs]."""
+        given, back = self._loads[mine], np.where(theirs[:, None] >= 0, self._loads[theirs], 0.0)
+        here, there = np.zeros((len(mine), len(theirs))), np.zeros((len(mine), len(theirs)))
+        for load, most in enumerate(self._most):  # by planes: an innermost axis of two is slow
+            net = given[:, load, None] - back[:, load]
+            here += np.maximum(self._of[full, load] - net - most, 0.0)
+            there += np.maximum(self._of[other, load] + net - most, 0.0)
+        found: Float64 = self._excess(self._of[full]) + self._excess(self._of[other]) - (here + there)
+        return found
 
     def _heaviest(self, part: int, load: int) -> npt.NDArray[np.intp]:
         mine = np.flatnonzero(self._part == part)
