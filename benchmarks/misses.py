@@ -53,8 +53,8 @@ MISSES = (
         "A device that is busy with batches of 2 ms",
         r"device-busy-at-2-ms-a-batch",
         "The host's part of a batch took 1.8 ms on this machine, and .5 ms on the one before, where the device was "
-        "busy .98 of the time. It is the machine: with one batch in flight the code of that result keeps the device "
-        "busy for .54 of the time here, and today's for .53.",
+        "busy .98 of the time. It is the machine: when the code of that result ran here, with one batch in flight, it "
+        "kept the device busy for .54 of the time, and the code that followed for .53.",
     ),
     Miss(
         "Goodput where runs are disturbed",
@@ -82,8 +82,8 @@ MISSES = (
     Miss(
         "A warm start of a generator",
         r"seconds-to-the-first-answer-warm-generator",
-        "The machine was slow that day: an older commit, which had met the target on such a machine, took as long in "
-        "the same hour, and as much of the processor.",
+        "An older commit, which had met the target on a faster machine, took as long on one of this kind when the two "
+        "were compared, and as much of the processor. With this run nothing was compared.",
     ),
     Miss(
         "Searches beside the nearest peer, and held to the catalog beside PyTorch's compiled form and vLLM",
@@ -104,8 +104,9 @@ MISSES = (
     Miss(
         "The shorter prompts beside the fastest peer",
         r"prefill-time-over-best-peer-prompt-(512-batch-1|700-batch-[18])",
-        "The medians of one prompt are below the target, and their intervals go beyond it. A prompt of 700 tokens runs "
-        "in the program for 1,024, which a peer need not: with eight of them that is what jgr is ahead by elsewhere.",
+        "The medians of one prompt are below the target, and their intervals go beyond it. A prompt of 700 tokens "
+        "runs in the program for 1,024, which a peer need not: with eight of them that is presumably what jgr is "
+        "ahead by elsewhere.",
     ),
     Miss(
         "BAT over caching users only and over caching nothing, on the best workload",
@@ -258,15 +259,13 @@ MISSES = (
         "process and reads its programs on the same two cores. On a faster processor the target was held.",
     ),
     Miss(
-        "The server alone, and beside an older commit's",
-        r"null-engine-rank-(throughput-16-connections|p50-overhead-1-connection)"
-        r"|(rank|recommend)-(p50-over-other-commit-1-connection|rate-over-other-commit-16-connections)",
-        "The other commit is from before scheduling by cost: since then a request passes a forecast, an order, a "
-        "choice by cost and one more switch of threads. What grew, counted call by call, is the policy, the engine and "
-        "the order of the queue, a few microseconds each. Ids are found as if nothing of a catalog were in a cache, "
-        "which a model's runs see to; here, where nothing runs, a dictionary took half as long. Server and client are "
-        "two threads of one core on this machine, and the older commit misses the first two targets as well; on a "
-        "faster one commit 30c54800 met these, and the rates.",
+        "The server alone",
+        r"null-engine-rank-(throughput-16-connections|p50-overhead-1-connection)",
+        "On a faster machine commit 30c54800 met both; run on one of this kind beside later code, it missed them too. "
+        "Since then a request passes a forecast, an order, a choice by cost and one more switch of threads: the "
+        "policy, the engine and the order of the queue take a few microseconds more each. Ids are found as if nothing "
+        "of a catalog were in a cache, which a model's runs see to; here, where nothing runs, a dictionary took half "
+        "as long.",
     ),
     Miss(
         "The slowest one in a hundred routing decisions",

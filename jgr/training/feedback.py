@@ -161,7 +161,7 @@ def windows(
                 actions[places],
                 scenarios[places],
             )
-        # As in serving: absolute seconds leave 32 bits in 2038, and float32 holds fewer still.
+        # As in serving: absolute seconds leave 32 bits in 2038.
         origin = (int(times[recent.start]) if recent.start < stop else now) // WEEK * WEEK
         window[: stop - recent.start, 1] = times[recent] - origin
         window[max_items:, 1] = now - origin
