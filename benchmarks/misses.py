@@ -410,12 +410,6 @@ MISSES = (
         "run to run.",
     ),
     Miss(
-        "Constrained searches in bfloat16",
-        r"bfloat16-time-of-best-peer-over-jgr-valid-search-\d+-beams-(128|256)",
-        "The median of five rounds is above the target, and its interval goes below it by one round. The same searches "
-        "of the other lengths hold.",
-    ),
-    Miss(
         "Training beside plain PyTorch",
         r"training-steps-per-s-of-(sasrec|hstu)-over-pytorch",
         "Not shown either way: both intervals hold 1, on a machine whose speed wandered by a factor of two within "
