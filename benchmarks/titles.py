@@ -215,7 +215,8 @@ TITLES: tuple[tuple[str, str], ...] = (
     (r"memory-unexplained", "Largest share of a compiled 4B generator's device memory that nothing explains"),
     (
         r"memory-of-a-4b-model-prompt-(?P<tokens>\d+)-beam-(?P<beams>\d+)",
-        "Device memory of a 4B generator for a prompt of {tokens} tokens and {beams} beams",
+        "Device memory of a 4B generator, compiled for an H200 and not run (target: xGR under load); {tokens} tokens, "
+        "{beams} beams",
     ),
     (r"beam-search-peers-missing(-51m)?", "Engines to compare with that could not be run (beam search)"),
     (r"beam-searches-that-differ-from-a-peer(-51m)?", "Beam searches that find other items than another engine's"),
@@ -483,7 +484,8 @@ TITLES: tuple[tuple[str, str], ...] = (
     ),
     (
         r"h200-constrained-beam-(?P<beams>\d+)-prompt-(?P<tokens>\d+)-batch-(?P<batch>\d+)",
-        "Time of a constrained search on an H200; {beams} beams, {tokens} tokens, batch of {batch}",
+        "Time of a constrained search on an H200 (target: another engine's, unconstrained, on an H100); {beams} beams, "
+        "{tokens} tokens, batch of {batch}",
     ),
     (
         r"hostile-unasked-5xx-or-hang-ups",

@@ -296,6 +296,9 @@ def test_a_fleet_is_started_alike_by_ray_and_by_kuberay() -> None:
         (container,) = pod["spec"]["containers"]
         assert {each["name"]: each["value"] for each in container["env"]} == cluster.ENVIRONMENT
         assert int(container["resources"]["requests"]["cpu"]) >= 1
+        # A mounted Secret is root's: a pod that runs as another user reads it by its group.
+        mode = next(v["secret"]["defaultMode"] for v in pod["spec"]["volumes"] if "secret" in v)
+        assert mode & 0o040 and pod["spec"]["securityContext"]["fsGroup"] > 0
         ports |= {port["containerPort"] for port in container["ports"] if port["name"] == "serve"}
         assert {m["name"] for m in container["volumeMounts"]} == {v["name"] for v in pod["spec"]["volumes"]}
         claims |= {v["persistentVolumeClaim"]["claimName"] for v in pod["spec"]["volumes"][:1]}

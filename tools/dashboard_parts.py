@@ -42,7 +42,7 @@ class Alert:
 
 def rate(counter: str, by: str = "", where: str = "", model: bool = True) -> str:
     """What a counter grows by a second, summed by labels."""
-    chosen = ", ".join(part for part in (where, 'model=~"$model"' if model else "") if part)
+    chosen = ", ".join(part for part in (where, 'model=~"$model|"' if model else "") if part)
     labels = ", ".join(part for part in (("model" if model else ""), by) if part)
     summed = f"sum by ({labels})" if labels else "sum"
     return f"{summed} (rate({counter}{{{chosen}}}[{WINDOW}]))"
@@ -50,17 +50,17 @@ def rate(counter: str, by: str = "", where: str = "", model: bool = True) -> str
 
 def growth(counter: str, by: str) -> str:
     """What a counter grows by in a window."""
-    return f'sum by (model, {by}) (increase({counter}{{model=~"$model"}}[{WINDOW}]))'
+    return f'sum by (model, {by}) (increase({counter}{{model=~"$model|"}}[{WINDOW}]))'
 
 
 def gauge(name: str, by: str = "") -> str:
     labels = ", ".join(part for part in ("model", by) if part)
-    return f'sum by ({labels}) ({name}{{model=~"$model"}})'
+    return f'sum by ({labels}) ({name}{{model=~"$model|"}})'
 
 
 def most(name: str) -> str:
     """The largest of a gauge's values for a model, such as those of a fleet's replicas."""
-    return f'max by (model) ({name}{{model=~"$model"}})'
+    return f'max by (model) ({name}{{model=~"$model|"}})'
 
 
 def quantiles(

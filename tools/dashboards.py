@@ -195,7 +195,7 @@ BOARDS = (
             Panel("Pages of the pool", "short", ((gauge("jgr_cache_pages", "holder"), "{{holder}}"),)),
             Panel("Entries", "short", ((gauge("jgr_cache_entries", "kind"), "{{kind}}"),)),
             Panel(
-                "Fragmentation", "percentunit", (('jgr_cache_fragmentation{model=~"$model"}', "{{kind}}"),)
+                "Fragmentation", "percentunit", (('jgr_cache_fragmentation{model=~"$model|"}', "{{kind}}"),)
             ),
             Panel("Events", "short", ((rate("jgr_cache_events_total", "event"), "{{event}}"),)),
             Panel(

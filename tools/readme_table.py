@@ -77,7 +77,7 @@ def table(results: Sequence[Result], only: Sequence[str] | None = None) -> str:
         where = ", ".join(filter(None, (*named, measured_commit[:8] if measured_commit else "not committed")))
         where += f", {STALE}" if stale(result) else ""
         for claim in result["claims"]:
-            if (claim["target"] == 0 and claim["holds"]) or (only is not None and claim["id"] not in only):
+            if _is_clean(claim) or (only is not None and claim["id"] not in only):
                 continue
             target = _target(claim)
             rows.append(
@@ -143,12 +143,19 @@ def misses(results: Sequence[Result]) -> str:
     )
 
 
+def _is_clean(claim: Mapping[str, Any]) -> bool:
+    """Whether a claim counts what is wrong, and nothing was."""
+    return bool(claim["target"] == 0 and claim["holds"])
+
+
 def _target(claim: Mapping[str, Any]) -> str:
     return f"{'≥' if claim['better'] == 'higher' else '≤'} {claim['target']:,.4g}"
 
 
 def _value(claim: Mapping[str, Any]) -> str:
-    return f"{claim['value']:,.4g} {unit(claim)}".rstrip()
+    interval = claim.get("interval")
+    between = f" ({interval[0]:,.4g} to {interval[1]:,.4g})" if interval else ""
+    return f"{claim['value']:,.4g}{between} {unit(claim)}".rstrip()
 
 
 def readme(text: str, results: Sequence[Result]) -> str:
@@ -157,8 +164,10 @@ def readme(text: str, results: Sequence[Result]) -> str:
     missed = sum(not claim["holds"] for claim in claims)
     old = [claim for result in results if stale(result) for claim in result["claims"]]
     summary = (
+        "Where a value has an interval, all of it must reach the target. "
         "Rows marked stale were measured before some of the code that they depend on changed. "
-        f"All {len(claims)} claims, {missed} of them missed and {len(old)} stale: `docs/benchmarks.md`; "
+        f"Of all {len(claims)} claims {missed} are missed and {len(old)} stale. `docs/benchmarks.md` has them, but for "
+        f"the {sum(map(_is_clean, claims))} that count errors and found none, and others of more processors; "
         "`make claims` lists what is to be measured again, the cheapest first."
     )
     text = replace_table(text, f"{table(results, HEADLINES)}\n\n{textwrap.fill(summary, 120)}", BEGIN, END)

@@ -70,7 +70,7 @@ def test_a_stale_claim_is_marked() -> None:
     assert len(table([fresh], ["error"]).split("\n")) == 3
     assert "stale" in table([{**fresh, "dirty": True}])
     text = readme(f"{BEGIN}{END}{QUALITY_BEGIN}{QUALITY_END}", [old, fresh])
-    assert "All 4 claims, 2 of them missed and 2 stale" in " ".join(text.split())
+    assert "Of all 4 claims 2 are missed and 2 stale." in " ".join(text.split())
 
 
 def test_stale_results_are_listed_with_the_cheapest_first() -> None:
