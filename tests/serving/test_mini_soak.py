@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Half a minute of what benchmarks/soak.py does for an hour: callers, changes, erasures, and nothing wrong or lost."""
+"""Twenty seconds of what benchmarks/soak.py does for an hour: callers, changes, erasures, and nothing wrong or lost."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_under_load_and_changes_nothing_is_wrong_and_nothing_is_lost(
             kept=40,
         )
         with caplog.at_level(logging.ERROR):
-            found = soak.run(30.0)
+            found = soak.run(20.0)
     finally:
         server.stop()  # which audits the engines and the pool, and that every page is free
     assert not found.unasked
