@@ -334,14 +334,18 @@ class Replica:
         return {one.name: state_of(one) for one in self.models.deployments}
 
     def _held(self, kind: str) -> Iterator[str]:
-        """The names of what is cached, of all models, the last used first."""
+        """The names of what is cached, of all models, the last used first. Rows that a larger catalog left in the cache
+        are nobody's."""
         for deployment in self.models.deployments:
-            meta, catalog = deployment.engine.meta, deployment.engine.served.catalog
+            meta, ids = deployment.engine.meta, deployment.engine.served.catalog.item_ids
             if meta is None or kind not in meta.kinds:
                 continue
             below = meta.below.names(kind) if meta.below is not None else ()
             for name in chain(meta.names(kind), below):
-                yield catalog.item_ids[name.id] if kind == "item" else str(name.id)
+                if kind != "item":
+                    yield str(name.id)
+                elif (row := int(name.id)) < len(ids):
+                    yield ids[row]
 
     def _shards(self) -> bytes:
         """The filter of the shards of rows that are on the device. What changes beside it is seen or not."""

@@ -9,9 +9,11 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from jgr.cache.entries import Name
 from jgr.fields import ConfigError
 from jgr.serving.api import RankRequest
 from jgr.serving.cluster.hints import Hint
@@ -81,6 +83,23 @@ def test_a_report_has_what_a_token_takes_now(replica: Replica) -> None:
             for _ in range(100):
                 engine._policy.costs.observe(profile, round(10e9 * seconds))
         assert (await replica.record_routing_stats())["ns_per_token"] == pytest.approx(10 * first, rel=0.05)
+
+    started(replica, then)
+
+
+def test_what_a_larger_catalog_left_in_the_cache_is_not_told(
+    replica: Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def then() -> None:
+        engine = replica.models.deployments[0].engine
+        ids = engine.catalog.item_ids
+        held = [Name("item", row, "") for row in (len(ids), 0)]
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                engine, "meta", SimpleNamespace(kinds=("item",), below=None, names=lambda kind: held)
+            )
+            told = await replica.record_routing_stats()
+        assert told["items"] == digest([ids[0]], 10)
 
     started(replica, then)
 
