@@ -158,6 +158,8 @@ class Replica:
             models = Models(deployments)
             self._app = App(models, self._config.server, place(self.name, self.node))
             self.models = models
+            for one in deployments:
+                one.swapped.append(self._measure)
             if self._config.fleet.items != "none" and not self._source.null:
                 host = self._host or _own_host(self._config)
                 self.item_share = ItemShare(
@@ -169,10 +171,14 @@ class Replica:
             joined = await others.joins(self._source.key, self.name, self._states())
             if joined is not None:
                 self._record = self._record.merged(joined)
-                self._shape = shape(self.models)
+                self._measure()
                 return
             await self.end()
         raise UserError(f"replica {self.name} serves {served(self._states())}, and the others do not")
+
+    def _measure(self) -> None:
+        """Prompts of another version or catalog are of other lengths, and work is reckoned in their tokens."""
+        self._shape = shape(self.models)
 
     async def answer(self, hint: Hint, asked: Asked) -> Answered:
         """The answer of the HTTP application."""

@@ -16,6 +16,7 @@ import pytest
 from jgr.cache.entries import Name
 from jgr.fields import ConfigError
 from jgr.serving.api import RankRequest
+from jgr.serving.cluster import replica as module
 from jgr.serving.cluster.hints import Hint
 from jgr.serving.cluster.record import NoOthers, Record, States
 from jgr.serving.cluster.relay import Asked
@@ -100,6 +101,20 @@ def test_what_a_larger_catalog_left_in_the_cache_is_not_told(
             )
             told = await replica.record_routing_stats()
         assert told["items"] == digest([ids[0]], 10)
+
+    started(replica, then)
+
+
+def test_a_report_tells_of_the_prompts_that_are_served_now(
+    replica: Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of a new version may be longer; by the old ones, routers and autoscaling would reckon wrongly for ever."""
+
+    async def then() -> None:
+        monkeypatch.setattr(module, "shape", lambda models: {"item_tokens": 7.5})
+        for call in replica.models.deployments[0].swapped:
+            call()
+        assert (await replica.record_routing_stats())["item_tokens"] == 7.5
 
     started(replica, then)
 
