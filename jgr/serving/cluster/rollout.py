@@ -17,7 +17,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
-from urllib.parse import parse_qsl, urlencode
+from urllib.parse import parse_qsl, quote, urlencode
 
 import msgspec
 
@@ -379,13 +379,17 @@ def _way_back(asked: Asked, before: States, now: States) -> Asked | None:
     ]
     if not changed:  # such as a reload of what serves already: the version before is not what it served
         return None
+    of = changed[0]
+    # By its name: the change may have been asked for by an exact version, which serves no more.
+    own = asked._replace(path=f"/v1/models/{quote(of)}{BACK}", body=b"")
     if path.endswith("/reload"):
-        of = changed[0]
         if of in before and before[of]._replace(catalog=now[of].catalog).served == now[of].served:
             query = urlencode({"model": of}).encode()  # its catalog alone, which has a way back of its own
             return asked._replace(path=UPLOAD_PATH + BACK, query=query, body=b"")
-        return asked._replace(path=path.removesuffix("/reload") + BACK, body=b"")
+        return own
     if path.endswith("/activate"):
         return asked._replace(path=UPLOAD_PATH + BACK, body=b"")
+    if not path.endswith(BACK):
+        return None
     # The version before is by then the later one.
-    return asked._replace(body=b"") if path.endswith(BACK) else None
+    return asked._replace(body=b"") if path == UPLOAD_PATH + BACK else own

@@ -13,7 +13,7 @@ import pytest
 from jgr.serving.cluster.protocol import spoken
 from jgr.serving.cluster.record import Record
 from jgr.serving.cluster.relay import Answered, Asked
-from jgr.serving.cluster.rollout import JOINING_S, POLL_S, SILENT_S, STILL_S, Rollouts
+from jgr.serving.cluster.rollout import JOINING_S, POLL_S, SILENT_S, STILL_S, Rollouts, _way_back
 from jgr.serving.errors import RequestError
 from jgr.serving.fleet_api import Rollout
 from jgr.serving.versions.served_state import State
@@ -161,6 +161,22 @@ def test_a_reload_that_brought_another_catalog_alone_goes_back_to_the_catalog_be
     _, last = rolled(replicas)
     assert (last.state, last.back) == ("failed", ("a",))
     assert (replicas.versions["a"], replicas.catalogs["a"]) == (1, 1)
+
+
+@pytest.mark.parametrize("path", ["/v1/models/shop@1a2b/reload", "/v1/models/shop@1a2b/rollback"])
+def test_the_way_back_names_the_model_where_the_change_named_its_version(path: str) -> None:
+    """That version serves no more when the replica is to go back."""
+    asked = RELOAD._replace(path=path, body=b"{}")
+    before, now = ({"books/shop é": State(f"shop@{version}", "c")} for version in ("1a2b", "3c4d"))
+    back = _way_back(asked, before, now)
+    assert back == RELOAD._replace(path="/v1/models/books/shop%20%C3%A9/rollback")
+
+
+def test_the_way_back_from_a_catalogs_rollback_is_the_same_again() -> None:
+    asked = RELOAD._replace(path="/v1/catalogs/rollback", query=b"model=shop", body=b"{}")
+    before, now = ({"shop": State("shop@1", catalog)} for catalog in "cd")
+    assert _way_back(asked, before, now) == asked._replace(body=b"")
+    assert _way_back(asked._replace(path="/v1/catalogs"), before, now) is None
 
 
 def test_what_the_first_refuses_is_refused_and_changes_nothing() -> None:
