@@ -9,8 +9,8 @@ from pathlib import Path
 
 @cache
 def boot_id() -> str:
-    """The kernel's name for this run of this machine, whose processes share one clock and one memory; "" where it has
-    none."""
+    """The kernel's name for this run of this machine, whose processes share one clock; "" where it has none. Its
+    containers need not share /dev/shm."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

@@ -95,8 +95,10 @@ class Transport(Protocol):
 
 
 def machine() -> str:
-    """What tells this machine from others."""
-    return boot_id() or socket.gethostname()
+    """What tells this machine, and its shared memory, from others: containers of one kernel may have /dev/shm of their
+    own, and a file in one is in no other."""
+    kernel = boot_id() or socket.gethostname()
+    return f"{kernel}/{SHARED.stat().st_dev}" if SHARED.is_dir() else kernel
 
 
 class Bucket:
@@ -306,7 +308,7 @@ class SocketTransport:
                 raise
             self._give_back(peer, reading)
         except OSError as error:
-            raise TransportError(f"{peer.host}:{peer.port}: {error or type(error).__name__}") from error
+            raise TransportError(f"{peer.host}:{peer.port}: {str(error) or type(error).__name__}") from error
         return found
 
     def keep(self, peers: Iterable[Peer]) -> None:

@@ -258,6 +258,31 @@ def test_shared_memory_that_is_full_ends_a_conversation_and_no_process(
     mine.close()
 
 
+def test_containers_of_one_kernel_with_shared_memory_of_their_own_are_two_machines(
+    owner: Owner, server: ItemServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The owner would not find the file that the reader names, and items never came over."""
+    with monkeypatch.context() as patch:
+        patch.setattr(transport, "SHARED", Path("/proc"))  # a mount of another device
+        there = Peer("127.0.0.1", server.port, machine())
+        patch.setattr(transport, "SHARED", Path("/proc/none"))
+        without = machine()
+    assert len({machine(), there.machine, without}) == 3
+    mine = reader()
+    assert (mine._landing(there), mine._machine) == (None, machine())
+    same(mine.fetch(there, wanted(3), PATIENCE_S), owner, [3])
+    mine.close()
+
+
+def test_an_error_without_words_is_told_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*given: object, **named: object) -> None:
+        raise TimeoutError
+
+    monkeypatch.setattr(socket, "create_connection", fails)
+    with pytest.raises(TransportError, match=r"^host:7: TimeoutError$"):
+        reader().fetch(Peer("host", 7, ""), wanted(3), PATIENCE_S)
+
+
 def test_a_process_without_files_for_a_while_lets_readers_in_later(
     owner: Owner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
