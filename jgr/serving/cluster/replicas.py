@@ -21,6 +21,9 @@ ALL_S = 30.0
 SOON_S = 3.0
 """So long a replica has to say what is shown of it. Prometheus waits for 10 s, for less where it asks more often."""
 
+UNKNOWN = (TimeoutError, ActorUnavailableError)
+"""Why there is no answer of a replica that may serve all the same."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -160,10 +163,11 @@ class Replicas:
 
     async def records(self) -> list[Record]:
         """What those that answer know of what the fleet serves; one of another protocol knows nothing. Raises
-        TimeoutError where all are silent."""
+        TimeoutError where none answers and one may only be silent or out of reach, as where nobody could be asked."""
         found: list[Record] = []
         told = await self._broadcast("recorded")
-        if all(isinstance(each, TimeoutError) for each in told):
+        answered = any(not isinstance(each, Exception) for each in told)
+        if not answered and (not told or any(isinstance(each, UNKNOWN) for each in told)):
             raise TimeoutError("all replicas are silent")
         for each in told:
             if isinstance(each, Exception):
@@ -180,7 +184,8 @@ class Replicas:
         """What each answers, or why it does not."""
         tasks = await self._sent(method, *arguments)
         try:
-            await asyncio.wait(tasks, timeout=ALL_S)
+            if tasks:  # Ray leaves out those that it finds dead or out of reach as it sends
+                await asyncio.wait(tasks, timeout=ALL_S)
             return [_outcome(task) for task in tasks]
         finally:
             for task in tasks:

@@ -121,6 +121,21 @@ async def test_all_are_told_and_one_that_is_silent_stops_nothing(soon_over: None
 
 
 @runs
+async def test_what_no_replica_says_is_not_taken_for_nothing_while_one_may_serve(soon_over: None) -> None:
+    """A coordinator that starts again would take the first to join for the first of all, and part the fleet."""
+    from ray.exceptions import ActorUnavailableError
+
+    from jgr.serving.cluster.replicas import Replicas
+
+    gone, cut_off = ConnectionError(), ActorUnavailableError("no network", b"0" * 16)
+    for told in ([cut_off], [gone, cut_off], [gone, SILENT], []):
+        with pytest.raises(TimeoutError, match="all replicas are silent"):
+            await Replicas(Handle(recorded=told)).records()  # type: ignore[arg-type]
+    for told, records in (([gone], []), ([cut_off, SILENT, RECORD], [RECORD])):
+        assert await Replicas(Handle(recorded=told)).records() == records  # type: ignore[arg-type]
+
+
+@runs
 async def test_the_record_of_a_replica_of_another_jgr_is_left_out_and_logged_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
