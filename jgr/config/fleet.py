@@ -44,8 +44,9 @@ class FleetConfig:
     # GPUs that Ray keeps for a replica; each replica sees no other. At least model.tensor_parallel, and at least
     # data_parallel.devices.
     gpus: float = 0.0
-    # Seconds between questions after the health of a replica or a front, which then reads a changed server.keys. A
-    # replica is replaced after three unanswered ones.
+    # Seconds between questions after the health of a replica, a front or the coordinator; replicas and fronts then read
+    # a changed server.keys. Who leaves three unanswered is replaced, and fronts and the coordinator have 5 s at least
+    # for each.
     health_s: float = 2.0
     # Where the keys and values of the catalog's items are held, in the replicas' host memory. none: where they were
     # computed; replicate: the hottest on every replica; hash: each on one; hrcs: the hottest on every replica, as many

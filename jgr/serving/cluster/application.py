@@ -25,6 +25,9 @@ from jgr.serving.cluster.scaling import autoscaling
 from jgr.serving.cluster.secret import require_closed
 
 NAME, FRONT = "jgr", "Front"
+LIGHT_S = 5.0
+"""A front or the coordinator has so long at least to say how it is: they ask for no core, so a busy machine may let
+them wait, and one that is replaced ends what it has in hand."""
 SPARE = 256
 """Calls that a replica takes beyond its queue: what it refuses itself, it refuses well."""
 ROUTER = f"{__name__}.FleetRouter"
@@ -74,7 +77,12 @@ def application(source: Source, parts: Parts = LIVE) -> Application:
         ),
     )
     many = max(fleet.replicas, fleet.max_replicas) * (queue + SPARE)
-    light, spread = {"num_cpus": 0}, fronts_per_node(fleet.fronts, _nodes())
+    spread = fronts_per_node(fleet.fronts, _nodes())
+    light: dict[str, Any] = {
+        "health_check_period_s": fleet.health_s,
+        "health_check_timeout_s": max(LIGHT_S, fleet.health_s),
+        "ray_actor_options": {"num_cpus": 0},
+    }
     replicas = replica.bind(source)
     coordinator = serve.deployment(
         Coordinator,
@@ -82,7 +90,7 @@ def application(source: Source, parts: Parts = LIVE) -> Application:
         num_replicas=1,
         max_ongoing_requests=64,
         user_config={},
-        ray_actor_options=light,
+        **light,
     )
     front = serve.deployment(
         parts.front,
@@ -90,8 +98,7 @@ def application(source: Source, parts: Parts = LIVE) -> Application:
         num_replicas=fleet.fronts,
         **({} if spread is None else {"max_replicas_per_node": spread}),  # `serve build` takes no None
         max_ongoing_requests=many,
-        health_check_period_s=fleet.health_s,
-        ray_actor_options=light,
+        **light,
     )
     most = max(config.catalog.max_upload_bytes for config in configs)
     kept = max(config.catalog.max_versions for config in configs)
