@@ -14,7 +14,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -61,7 +61,8 @@ _numbers = itertools.count()
 
 class Attempts:
     """Sends requests. send: to the replica that the router chooses for a hint; raises one of `lost` where the replica
-    is gone. most: attempts of one request. clock: nanoseconds that never go back."""
+    is gone. most: attempts of one request. nodes: the names of the replicas that are there. clock: nanoseconds that
+    never go back."""
 
     def __init__(
         self,
@@ -69,9 +70,10 @@ class Attempts:
         lost: tuple[type[Exception], ...],
         most: int,
         hedging: Hedging,
+        nodes: Callable[[], Collection[str]],
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        self._send, self._lost, self._most = send, lost, most
+        self._send, self._lost, self._most, self._nodes = send, lost, most, nodes
         self._hedging, self._clock = hedging, clock
 
     async def answer(self, hint: Hint, asked: Any, arrival_ns: int, until_ns: int | None) -> Answered:
@@ -104,8 +106,8 @@ class Attempts:
                     return answered
                 refused, failures = answered, failures + (answered.status == FAILED)
             if not request.running:
-                again = refused is not None and refused.status == FAILED and failures == 1
-                if refused is not None and not (again and request.begun < self._most):
+                again = failures == 1 and request.begun < self._most and self._has_another(request)
+                if refused is not None and not (refused.status == FAILED and again):
                     return refused
                 if request.begun >= self._most:
                     raise RequestError("unavailable", "the replicas that were asked were lost; try again")
@@ -139,9 +141,18 @@ class Attempts:
             if look_ns is not None and now_ns >= look_ns:
                 request.looked_ns = now_ns
                 (attempt,) = request.running.values()
-                if attempt.node and self._hedging.silent(attempt.node, attempt.sent_ns, now_ns):
+                if not attempt.node:
+                    continue
+                if not self._has_another(request):
+                    self._hedging.late(attempt.node, attempt.sent_ns, now_ns)
+                elif self._hedging.silent(attempt.node, attempt.sent_ns, now_ns):
                     _log.info("replica %s is silent: another one is asked too", attempt.node)
                     self._begin(request, self._hedging.suspects)
+
+    def _has_another(self, request: _Request) -> bool:
+        """Whether a replica was not tried: a silent or broken one that is asked again only has more to do."""
+        tried = {attempt.node for attempt in request.attempts}
+        return any(node not in tried for node in self._nodes())
 
     def _look_ns(self, request: _Request) -> int | None:
         """When the only attempt will have been silent for too long, again where nothing could be done then."""

@@ -97,6 +97,7 @@ class Front:
             (RayActorError, RayServeException, Incompatible),
             fleet.attempts,
             Hedging(fleet.hedge if max(fleet.replicas, fleet.max_replicas) > 1 else 0),
+            SERIES.nodes,
         )
 
     def __serve_build_asgi_app__(self) -> ASGIApp:

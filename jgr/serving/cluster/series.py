@@ -97,6 +97,11 @@ class Series:
             now_s = self._clock()
             return {name: now_s - heard_s for name, heard_s in self._heard_s.items()}
 
+    def nodes(self) -> tuple[str, ...]:
+        """The replicas that are there."""
+        with self._lock:
+            return tuple(self._heard_s)
+
     def tokens(self) -> dict[str, float]:
         """Tokens in flight at each replica."""
         with self._lock:

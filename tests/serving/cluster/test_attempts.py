@@ -64,7 +64,10 @@ class World:
 
     def attempts(self, most: int = 3, multiple: float = 0) -> Attempts:
         """Where a multiple is given, a replica is silent too long at once."""
-        return Attempts(self.send, (Lost,), most, Hedging(multiple, least_ns=1, first_ns=1))
+        return self.hedged(most, Hedging(multiple, least_ns=1, first_ns=1))
+
+    def hedged(self, most: int, hedging: Hedging) -> Attempts:
+        return Attempts(self.send, (Lost,), most, hedging, lambda: self.replicas)
 
     @property
     def tried(self) -> list[tuple[str, ...]]:
@@ -129,7 +132,7 @@ async def test_who_lets_a_deadline_pass_is_not_asked_next() -> None:
     """Nobody else was asked, but the replica would seem to have nothing to do now."""
     world = World()
     world.replicas = {"a": world.hang, "b": ok}
-    of = Attempts(world.send, (Lost,), 3, Hedging(1, first_ns=LONG_NS))
+    of = world.hedged(3, Hedging(1, first_ns=LONG_NS))
     with pytest.raises(RequestError):
         await ask(of, until_ns=1)
     assert await ask(of) == OK
@@ -224,6 +227,41 @@ async def test_it_is_asked_of_one_other_alone_and_within_the_attempts(
 
 
 @runs
+async def test_what_fails_at_the_only_replica_is_not_asked_of_it_again() -> None:
+    world = World(a=broken)
+    assert await ask(world.attempts()) == BROKEN
+    assert world.tried == [()]
+
+
+@runs
+async def test_the_only_replica_is_not_asked_again_while_it_is_silent_but_is_suspected() -> None:
+    """It would only have twice as much to do; who comes next may have another one."""
+    world, hedging = World(), Hedging(1, least_ns=1, first_ns=1)
+    world.replicas = {"a": world.hang}
+    asked = asyncio.ensure_future(ask(world.hedged(3, hedging)))
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert (world.tried, hedging.suspects) == ([()], ("a",))
+    world.replicas["b"] = ok
+    assert await asked == OK, "it is looked for again and again"
+    assert world.tried == [(), ("a",)]
+
+
+@runs
+async def test_who_is_lost_alone_is_followed_by_whoever_takes_its_place() -> None:
+    """Nobody may have heard yet of the replica that is there by then."""
+    world = World()
+
+    async def at_first() -> Answered:
+        world.replicas["a"] = ok
+        raise Lost
+
+    world.replicas = {"a": at_first}
+    assert await ask(world.attempts()) == OK
+    assert world.tried == [(), ("a",)]
+
+
+@runs
 async def test_a_failure_does_not_take_the_place_of_an_answer_that_is_under_way() -> None:
     world = World()
     release = asyncio.Event()
@@ -247,7 +285,7 @@ async def test_who_answers_that_it_failed_or_was_late_is_not_asked_next(answer: 
     """Its device may be broken, or hang, and it seems to have nothing to do."""
     world = World(a=answer, b=ok)
     hedging = Hedging(1, first_ns=LONG_NS)
-    of = Attempts(world.send, (Lost,), 1, hedging)
+    of = world.hedged(1, hedging)
     assert (await ask(of)).status in (500, 504)
     assert hedging.suspects == ("a",)
     assert await ask(of) == OK
@@ -259,7 +297,7 @@ async def test_an_answer_that_it_was_late_leaves_a_replica_among_the_suspects() 
     world = World(a=late, b=ok)
     hedging = Hedging(1, first_ns=LONG_NS)
     hedging.silent("a", 0, 1)
-    assert await ask(Attempts(world.send, (Lost,), 1, hedging)) == LATE
+    assert await ask(world.hedged(1, hedging)) == LATE
     assert hedging.suspects == ("a",)
 
 

@@ -128,7 +128,9 @@ def test_who_has_booked_an_attempt_hears_of_its_end(lost: bool) -> None:
 def attempts(send: Send, series: Series, multiple: float = 0, traces: Tracing | None = None) -> Attempts:
     """As the front has them. Where a multiple is given, a replica is silent too long at once."""
     sending = Sending(send, series, "joint", traces)
-    return Attempts(sending.answer, (ConnectionError,), 2, Hedging(multiple, least_ns=1, first_ns=1))
+    series.become(["a", "b"])
+    hedging = Hedging(multiple, least_ns=1, first_ns=1)
+    return Attempts(sending.answer, (ConnectionError,), 2, hedging, series.nodes)
 
 
 def test_attempts_are_counted_by_how_they_end() -> None:
