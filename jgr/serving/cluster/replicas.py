@@ -42,6 +42,8 @@ async def soon(handle: DeploymentHandle, method: str, *arguments: Any, within_s:
     sent = handle.broadcast(method, *arguments)._fetch_replica_results_async()
     tasks = [asyncio.create_task(_answer(one)) for one in await asyncio.wait_for(sent, SOON_S)]
     try:
+        if not tasks:  # Ray leaves out those that it finds dead or out of reach as it sends
+            raise TimeoutError("no replica could be asked")
         done, late = await asyncio.wait(tasks, timeout=within_s)
         if late and not any(map(_is_well, done)):
             rest_s = SOON_S - within_s
@@ -184,7 +186,7 @@ class Replicas:
         """What each answers, or why it does not."""
         tasks = await self._sent(method, *arguments)
         try:
-            if tasks:  # Ray leaves out those that it finds dead or out of reach as it sends
+            if tasks:  # none where Ray finds all dead or out of reach as it sends
                 await asyncio.wait(tasks, timeout=ALL_S)
             return [_outcome(task) for task in tasks]
         finally:

@@ -125,7 +125,7 @@ async def test_what_no_replica_says_is_not_taken_for_nothing_while_one_may_serve
     """A coordinator that starts again would take the first to join for the first of all, and part the fleet."""
     from ray.exceptions import ActorUnavailableError
 
-    from jgr.serving.cluster.replicas import Replicas
+    from jgr.serving.cluster.replicas import Replicas, soon
 
     gone, cut_off = ConnectionError(), ActorUnavailableError("no network", b"0" * 16)
     for told in ([cut_off], [gone, cut_off], [gone, SILENT], []):
@@ -133,6 +133,8 @@ async def test_what_no_replica_says_is_not_taken_for_nothing_while_one_may_serve
             await Replicas(Handle(recorded=told)).records()  # type: ignore[arg-type]
     for told, records in (([gone], []), ([cut_off, SILENT, RECORD], [RECORD])):
         assert await Replicas(Handle(recorded=told)).records() == records  # type: ignore[arg-type]
+    with pytest.raises(TimeoutError, match="could be asked"):
+        await soon(Handle(about=[]), "about")  # type: ignore[arg-type]
 
 
 @runs
