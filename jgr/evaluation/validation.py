@@ -212,6 +212,7 @@ def feedback_auc(
     """
     train, settings, interactions = config.train, config.feedback, dataset.interactions
     found = requests(interactions, validation_split(interactions), settings.candidates)
+    feedback.refuse_long_windows(found, train)
     count = min(train.validation_examples, len(found))
     chosen = np.random.default_rng(train.seed).choice(len(found), count, replace=False)
     given = feedback.windows(found, np.sort(chosen), train.max_items, settings.candidates)

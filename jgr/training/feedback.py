@@ -24,6 +24,7 @@ import numpy.typing as npt
 from jgr.config import Config, ConfigError, TrainConfig
 from jgr.data.datasets import Dataset
 from jgr.data.impressions import Requests, action_bits, feedback_of, requests
+from jgr.data.interactions import refuse_long
 from jgr.models import checkpoint, scorers
 from jgr.models.climber import ClimberConfig, Feature
 from jgr.models.params import PyTree
@@ -168,6 +169,13 @@ def windows(
     return made
 
 
+def refuse_long_windows(found: Requests, train: TrainConfig) -> None:
+    """Raise ConfigError where a window's seconds, which `windows` counts from its first week, leave 32 bits."""
+    first = np.maximum(found.histories.starts, found.histories.stops - train.max_items)
+    origin = feedback_of(found.histories)[2][first] // WEEK * WEEK
+    refuse_long(found.times - origin, f"train.model={train.model}", ConfigError)
+
+
 def scores(
     params: PyTree, cfg: ScorerConfig, windows: jax.Array, features: Mapping[str, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
@@ -232,6 +240,7 @@ def train_feedback(
     cfg = make_config(config, dataset, features)
     checkpoint.require_writable(Path(train.out))
     learnt = requests(dataset.interactions, dataset.interactions.train, feedback.candidates)
+    refuse_long_windows(learnt, train)
     bits = action_bits(dataset.interactions, feedback.tasks, "feedback.tasks")
 
     def save(params: PyTree, write_beside: Callable[[Path], None]) -> None:

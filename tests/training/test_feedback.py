@@ -13,6 +13,7 @@ import pytest
 
 from jgr.cli.evaluate import Options, evaluate
 from jgr.config import ConfigError, UserError, override
+from jgr.data.datasets import Dataset
 from jgr.data.impressions import feedback_of, requests
 from jgr.data.interactions import DataError, leave_one_out
 from jgr.evaluation import validation
@@ -145,6 +146,28 @@ def test_climber_is_what_the_configuration_says(tmp_path: Path) -> None:
         feedback.make_config(override(settings, "train.max_items=9"), dataset, features)
     with pytest.raises(UserError, match="the dataset has no action 'buy'"):
         feedback.make_config(override(settings, "feedback.behaviours=buy,click"), dataset, features)
+
+
+def test_histories_of_more_than_68_years_are_refused(tmp_path: Path) -> None:
+    settings, long = config(tmp_path), r"train\.model=stu: a history spans \d+ seconds, over 68 years"
+    starts = np.arange(USERS) * EVENTS
+
+    def aged(events: int, years: int) -> Dataset:
+        """The world whose users did their first events that many years earlier."""
+        dataset = world()
+        times = feedback_of(dataset.interactions.sequences)[2]
+        for at in range(events):
+            times[starts + at] -= years * 365 * 86_400
+        return dataset
+
+    with pytest.raises(ConfigError, match=long):
+        feedback.train_feedback(settings, aged(4, 69), {}, stop)
+    with pytest.raises(Stopped):
+        feedback.train_feedback(settings, aged(4, 67), {}, stop)
+    # The requests of the validation read the last 8 events before the 14th: none of the first 4.
+    validation.feedback_auc(settings, aged(4, 69), {})
+    with pytest.raises(ConfigError, match=long):
+        validation.feedback_auc(settings, aged(10, 69), {})
 
 
 class Stopped(Exception):
