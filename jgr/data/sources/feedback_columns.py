@@ -129,7 +129,7 @@ class FeedbackColumn:
 
     def _by_least(self) -> Found:
         numbers = joined(self._parts, np.float64)
-        columns = {f"{self._name}_from_{least:g}": numbers >= least for least in self._least}
+        columns = {self._from(least): numbers >= least for least in self._least}
         return self._found(columns, np.isnan(numbers))
 
     def _by_number(self, codes: Int32, place: npt.NDArray[Any], numbers: list[float]) -> Found | str:
@@ -140,8 +140,16 @@ class FeedbackColumn:
             return self._found({self._name: values == 1}, np.isnan(values))
         if len(levels) == 1:
             return f"left out, {self._filled} values: all are {levels[0]:g}"
-        return self._found(
-            {f"{self._name}_from_{level:g}": values >= level for level in levels[1:]}, np.isnan(values)
+        return self._found({self._from(level): values >= level for level in levels[1:]}, np.isnan(values))
+
+    def _from(self, least: float) -> str:
+        """The action's name, with all digits of the number: six of them would give two levels one name.
+
+        A fraction from a column of 32 bits has those of 32: 3.7 is not 3.700000047683716.
+        """
+        short = not least.is_integer() and np.float32(least) == least
+        return (
+            f"{self._name}_from_{np.format_float_positional(np.float32(least) if short else least, trim='-')}"
         )
 
     def _found(self, columns: dict[str, Bool], empty: Bool) -> Found:

@@ -332,6 +332,25 @@ def test_columns_of_feedback_become_actions(tmp_path: Path) -> None:
     assert "event: left out: --actions does not name it" in chosen.notes
 
 
+def test_actions_are_named_by_all_digits_of_their_level(tmp_path: Path) -> None:
+    csv(tmp_path, "user_id,item_id,watched\nu,a,0.1\nu,b,1000001\nu,c,1000002\nu,d,1800000\n")
+    low, middle, high = (f"watched_from_{level}" for level in (1000001, 1000002, 1800000))
+    assert bits(read(tmp_path)) == [set(), {low}, {low, middle}, {low, middle, high}]
+    chosen = ("watched:0.1", "watched:1000001", "watched:1000002", "watched:1800000")
+    least = "watched_from_0.1"
+    found = bits(read(tmp_path, actions=chosen))
+    assert found == [{least}, {least, low}, {least, low, middle}, {least, low, middle, high}]
+
+
+def test_a_level_of_32_bits_is_named_by_its_own_digits(tmp_path: Path) -> None:
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    stars = arrow.array([0.1, 3.7, 16777215.0], arrow.float32())
+    table = arrow.Table.from_arrays([["u"] * 3, ["a", "b", "c"], stars], ["user_id", "item_id", "stars"])
+    parquet.write_table(table, tmp_path / "interactions.parquet")
+    low, high = "stars_from_3.7", "stars_from_16777215"
+    assert bits(read(tmp_path)) == [set(), {low}, {low, high}]
+
+
 @pytest.mark.parametrize(
     ("actions", "message"),
     [
