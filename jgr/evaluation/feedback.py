@@ -111,7 +111,11 @@ class Shares:
         self.labels = self._done[learnt.shown]
         self._rate = float(self.labels.mean())
         if not 0 < self._rate < 1:
-            raise EvaluationError("a task that always or never happens in training cannot be learnt")
+            how = "always" if self._rate else "never"
+            raise EvaluationError(
+                f"{interactions.actions[bit]} {how} happens in training: the baselines cannot learn it, nor a model; "
+                "train one without this task"
+            )
         self._keys = (learnt.histories.rows, scenarios + 1)  # one that is not known, -1, is one of its own
         self._counts = []
         for key in self._keys:

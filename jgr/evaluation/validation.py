@@ -208,7 +208,7 @@ def feedback_auc(
 ) -> Callable[[ScorerConfig, PyTree], float]:
     """feedback.METRIC of a model that `train_feedback` makes, on the impressions of train.validation_examples requests.
 
-    ConfigError where they have one label alone for a task.
+    Raises ConfigError, naming the task, where they have one label alone for one.
     """
     train, settings, interactions = config.train, config.feedback, dataset.interactions
     found = requests(interactions, validation_split(interactions), settings.candidates)
@@ -217,6 +217,7 @@ def feedback_auc(
     chosen = np.random.default_rng(train.seed).choice(len(found), count, replace=False)
     given = feedback.windows(found, np.sort(chosen), train.max_items, settings.candidates)
     bits = action_bits(interactions, settings.tasks, "feedback.tasks")
+    _require_both_labels(given[:, train.max_items :], settings.tasks, bits)
     arrays = {name: jnp.asarray(array) for name, array in features.items()}
     scores = jax.jit(feedback.scores, static_argnames="cfg")
 
@@ -228,11 +229,22 @@ def feedback_auc(
         probabilities, actions = (np.concatenate(part) for part in zip(*parts, strict=True))
         real = actions >= 0
         areas = [auc(probabilities[real][:, task], actions[real] >> bit & 1) for task, bit in enumerate(bits)]
-        if np.isnan(areas).any():
-            raise ConfigError("train.validation_examples: too few, a task has one label alone among them")
         return float(np.mean(areas))
 
     return mean_auc
+
+
+def _require_both_labels(shown: Int32, tasks: tuple[str, ...], bits: tuple[int, ...]) -> None:
+    """Raise ConfigError for a task without an AUC, before hours of training. shown: the windows' impressions."""
+    actions = shown[..., 2][shown[..., 0] >= 0]
+    for task, bit in zip(tasks, bits, strict=True):
+        done = actions >> bit & 1
+        if done.all() or not done.any():
+            raise ConfigError(
+                f"feedback.tasks: {task} {'always' if done.all() else 'never'} happens in the {len(done)} validated "
+                "impressions, so it has no AUC: raise train.validation_examples, leave the task out, or set "
+                "train.evaluate_every=0"
+            )
 
 
 def _recall(ranked: Int32, examples: Examples) -> float:

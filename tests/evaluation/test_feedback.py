@@ -15,6 +15,7 @@ import pytest
 from jgr.cli.evaluate import or_null
 from jgr.data.impressions import feedback_of, requests
 from jgr.evaluation import feedback
+from jgr.evaluation.served import EvaluationError
 from jgr.models.scorers import Needs
 from tests.training.feedback_world import CLICK, world
 
@@ -70,6 +71,15 @@ def test_a_scenario_that_is_not_known_is_one_of_its_own(learnt_too: bool) -> Non
     of_scenario = shares.inputs(found, own=False)[:, 2]
     assert of_scenario == pytest.approx(math.log(rate / (1 - rate)))
     assert np.isfinite(shares.inputs(learnt, own=True)).all()
+
+
+@pytest.mark.parametrize(("label", "how"), [(0, "never"), (CLICK, "always")])
+def test_a_task_of_one_label_in_training_is_named(label: int, how: str) -> None:
+    data = world().interactions
+    actions = feedback_of(data.sequences)[0]
+    actions[:] = actions & ~CLICK | label
+    with pytest.raises(EvaluationError, match=f"click {how} happens in training"):
+        feedback.baselines(data, requests(data, data.test), ("click",))
 
 
 def test_a_request_does_not_name_a_scenario_that_is_not_known() -> None:

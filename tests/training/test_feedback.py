@@ -170,6 +170,18 @@ def test_histories_of_more_than_68_years_are_refused(tmp_path: Path) -> None:
         validation.feedback_auc(settings, aged(10, 69), {})
 
 
+@pytest.mark.parametrize(("label", "how"), [(0, "never"), (LIKE, "always")])
+def test_a_task_of_one_validated_label_is_named_before_the_training(
+    tmp_path: Path, label: int, how: str
+) -> None:
+    dataset = world()
+    actions = feedback_of(dataset.interactions.sequences)[0].reshape(USERS, EVENTS)
+    actions[:, 14:17] = actions[:, 14:17] & ~LIKE | label
+    validated = f"feedback.tasks: like {how} happens in the {3 * USERS} validated impressions"
+    with pytest.raises(ConfigError, match=validated):
+        validation.feedback_auc(config(tmp_path), dataset, {})
+
+
 class Stopped(Exception):
     """What ends a training before its first step."""
 
