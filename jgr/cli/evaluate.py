@@ -205,6 +205,7 @@ def _compare(
     config: Config, dataset: Dataset, examples: Examples, options: Options
 ) -> tuple[list[str], dict[str, Any]]:
     """Compare the model with the baselines: a table, and its values; with both conventions a second of each."""
+    from jgr.evaluation.report import rank_trained
     from jgr.serving.versions.loading import is_scorer
 
     catalog = dataset.catalog
@@ -217,17 +218,25 @@ def _compare(
     chosen = [options]
     if options.both_conventions:
         chosen.append(replace(options, exclude_history=not options.exclude_history, unconstrained=False))
+    # Before the model is served: a wrong baseline is told of at once, and what one took of the memory is free again.
+    item_ids, top_k = catalog.item_ids, max(options.ks)
+    trained = [
+        rank_trained(options.baseline, item_ids, examples, each.exclude_history, top_k) for each in chosen
+    ]
+    if not options.url:
+        _refuse_name(config.model.name, trained[0])
     total = len(examples) * len(chosen)
     with _serve(config, catalog, options) as served, _answers("evaluating", total) as on_answers:
         model, width = served.info.id, served.info.beam_width
+        _refuse_name(model, trained[0])
         _check_lengths(examples, served.info.max_history, chosen)
         answers = [
             served.recommend_all(examples, _query(each, catalog, width), lambda: on_answers(1))
             for each in chosen
         ]
     tables = [
-        _table(model, config, dataset, examples, each, ranked)
-        for each, ranked in zip(chosen, answers, strict=True)
+        _table(model, config, dataset, examples, each, ranked, others)
+        for each, ranked, others in zip(chosen, answers, trained, strict=True)
     ]
     found = {"model": model, "beam_width": width, **tables[0][1]}
     if options.both_conventions:
@@ -235,19 +244,33 @@ def _compare(
     return [line for lines, _ in tables for line in [*lines, ""]][:-1], found
 
 
+def _refuse_name(model: str, trained: Mapping[str, Int32]) -> None:
+    """Raise UserError for a model whose row of the table would be that of a baseline, counted or trained."""
+    from jgr.evaluation.report import BASELINES
+
+    if model in (*BASELINES, *trained):
+        raise UserError(f"model.name: '{model}' is the name of a baseline; choose another")
+
+
 def _table(
-    model: str, config: Config, dataset: Dataset, examples: Examples, options: Options, ranked: Int32
+    model: str,
+    config: Config,
+    dataset: Dataset,
+    examples: Examples,
+    options: Options,
+    ranked: Int32,
+    trained: Mapping[str, Int32],
 ) -> tuple[list[str], dict[str, Any]]:
-    """The table of one convention, and its values. ranked: the rows of `model`, [n, largest k or fuse_depth]."""
+    """The table of one convention, and its values. ranked: the rows of `model`, [n, largest k or fuse_depth].
+
+    trained: the rows of each --baseline, by name.
+    """
     from jgr.evaluation.fusion import reciprocal_rank_fusion
     from jgr.evaluation.report import RULES, compare, convention, format_comparison
 
     top_k = max(options.ks)
-    rankings = _baselines(dataset, examples, options)
-    rankings |= _rank_trained(dataset.catalog, examples, options)
+    rankings = {**_baselines(dataset, examples, options), **trained}
     fusion = f"{model} + {RULES}"
-    if model in rankings:
-        raise UserError(f"model.name: '{model}' is the name of a baseline; choose another")
     rankings[model] = ranked[:, :top_k]
     found: dict[str, Any] = {"returned": int((rankings[model] >= 0).sum())}
     counts: list[str] = []
@@ -270,23 +293,6 @@ def _table(
     table = format_comparison(compared, options.ks, model, console.terminal_width())
     lines = [f"{convention(options.exclude_history)}:", table]
     return [*lines, *counts], {**found, **asdict(compared)}
-
-
-def _rank_trained(catalog: Catalog, examples: Examples, options: Options) -> dict[str, Int32]:
-    """The ranking of each --baseline, by name; several are told apart by their folders, as they were given."""
-    from jgr.models import retrievers
-
-    found = {}
-    for text in options.baseline:
-        cfg, params = retrievers.load_for(Path(text), catalog.item_ids)
-        name = retrievers.retriever(cfg).NAME
-        if len(options.baseline) > 1:
-            name = f"{name} {text}"
-        found[name] = retrievers.top_k(
-            params, cfg, examples.histories, max(options.ks),
-            exclude_seen=options.exclude_history, asked=examples.target_times,
-        )  # fmt: skip
-    return found
 
 
 def _baselines(dataset: Dataset, examples: Examples, options: Options) -> dict[str, Int32]:

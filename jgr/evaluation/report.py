@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -88,6 +89,28 @@ def rank_baselines(
         name: baseline.top_k(examples.histories, top_k, exclude_seen=exclude_history)
         for name, baseline in fitted.items()
     }
+
+
+def rank_trained(
+    folders: Sequence[str], item_ids: Sequence[str], examples: Examples, exclude_history: bool, top_k: int
+) -> dict[str, Int32]:
+    """The rankings of trained retrievers, by name; several are told apart by their folders, as they were given.
+
+    Raises UserError for a folder that holds none, or one of other items.
+    """
+    from jgr.models import retrievers
+
+    found = {}
+    for text in folders:
+        cfg, params = retrievers.load_for(Path(text), item_ids)
+        name = retrievers.retriever(cfg).NAME
+        if len(folders) > 1:
+            name = f"{name} {text}"
+        found[name] = retrievers.top_k(
+            params, cfg, examples.histories, top_k,
+            exclude_seen=exclude_history, asked=examples.target_times,
+        )  # fmt: skip
+    return found
 
 
 def score_baselines(

@@ -19,7 +19,7 @@ import pytest
 from jgr.catalog.catalog import Catalog
 from jgr.catalog.prefix_tree import PrefixTree
 from jgr.cli import console
-from jgr.cli.evaluate import Options, _check_lengths, _rank_trained, evaluate
+from jgr.cli.evaluate import Options, _check_lengths, evaluate
 from jgr.client.remote import Client
 from jgr.config import Config, UserError, override
 from jgr.data.datasets import Dataset
@@ -29,7 +29,7 @@ from jgr.evaluation.client import RemoteServer
 from jgr.evaluation.fusion import reciprocal_rank_fusion
 from jgr.evaluation.metrics import Hits, mean_all
 from jgr.evaluation.recommendations import LocalEngine
-from jgr.evaluation.report import BASELINES, RULES, compare
+from jgr.evaluation.report import BASELINES, RULES, compare, rank_trained
 from jgr.evaluation.served import Query
 from jgr.models import retrievers
 from jgr.serving.decoders.loading import load_engine
@@ -289,7 +289,9 @@ def test_what_has_no_place_in_a_sweep_or_in_feedback_is_refused(options: dict[st
         Options(**options)
 
 
-def test_a_trained_baseline_has_a_row(served: Served, dataset: Dataset, tmp_path: Path) -> None:
+def test_a_trained_baseline_has_a_row(
+    served: Served, dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = str(tmp_path / "sasrec")
     config = override(
         Config(), f"train.out={folder}", "train.model=sasrec", "train.steps=3", "train.batch=4", "train.hidden=16"
@@ -304,13 +306,21 @@ def test_a_trained_baseline_has_a_row(served: Served, dataset: Dataset, tmp_path
     assert list(report["differences"]) == [*BASELINES, "SASRec"]
     again = tmp_path / "other" / "sasrec"
     shutil.copytree(folder, again)
-    named = _rank_trained(dataset.catalog, test, replace(OPTIONS, baseline=(folder, str(again))))
+    named = rank_trained((folder, str(again)), dataset.catalog.item_ids, test, False, 5)
     assert list(named) == [f"SASRec {folder}", f"SASRec {again}"]
 
     ids = [f"other{i}" for i in range(N_ITEMS)]
-    symbols = [[f"<c_{i}>"] for i in range(N_ITEMS)]
-    other = Dataset(Catalog.build(ids, symbols, [{} for _ in ids]), dataset.interactions)
     with pytest.raises(UserError, match="was trained on other items"):
-        _rank_trained(other.catalog, test, Options(baseline=(folder,)))
+        rank_trained((folder,), ids, test, False, 5)
+
+    def unreached(*_: Any) -> None:
+        pytest.fail("the model is served before the baselines are known to fit")
+
+    monkeypatch.setattr("jgr.cli.evaluate._serve", unreached)
     with pytest.raises(UserError, match="is not the config of a retriever"):
         run(served, dataset, baseline=(str(tmp_path),))
+    for name in ("popularity", "SASRec"):
+        with pytest.raises(UserError, match=f"model.name: '{name}' is the name of a baseline"):
+            evaluate(
+                override(served.config, f"model.name={name}"), dataset, replace(OPTIONS, baseline=(folder,))
+            )
