@@ -131,6 +131,14 @@ def writing(path: Path, error: type[UserError]) -> Iterator[IO[bytes]]:
         partial.unlink(missing_ok=True)
 
 
+def make_folder(folder: Path, error: type[UserError], option: str) -> None:
+    """Make a folder and those above it, unless it is there. A failure is raised as `error`, which names the option."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as cause:
+        raise error(f"{option}: no folder can be made at {folder}: {cause.strerror or cause}") from None
+
+
 def refuse_overwriting(path: Path, overwrite: bool, option: str, what: str) -> None:
     """Refuse to replace `what` stands at `path`, unless `overwrite`: the one rule of all commands that write.
 

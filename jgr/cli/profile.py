@@ -59,9 +59,12 @@ def main(argv: Sequence[str]) -> int:
         return _costs(config, Path(values.costs))
     _refuse_scorer(config)
     from jgr.evaluation import profiling
+    from jgr.files import make_folder
 
-    if values.out and Path(values.out).exists() and any(Path(values.out).iterdir()):
-        raise UserError(f"--out: {values.out} is not empty; a trace goes into a folder of its own")
+    if values.out:
+        make_folder(Path(values.out), UserError, "--out")
+        if any(Path(values.out).iterdir()):
+            raise UserError(f"--out: {values.out} is not empty; a trace goes into a folder of its own")
     requests = _requests(config, values.requests, values.requests_file)
     kept = nullcontext(values.out) if values.out else tempfile.TemporaryDirectory(prefix="jgr-profile-")
     with kept as folder:

@@ -9,6 +9,7 @@ scripts; with --json there are JSON objects in place of tables, one a line. --re
 from __future__ import annotations
 
 import contextlib
+import io
 import math
 import shutil
 import signal
@@ -69,6 +70,8 @@ def main(argv: Sequence[str]) -> int:
     key = server.api_key if values.api_key is None else values.api_key
     if values.record and Path(values.record).exists():
         refuse_overwriting(Path(values.record), values.overwrite, "--record", "a record")
+    if values.record and not Path(values.record).parent.is_dir():
+        raise UserError(f"--record: {Path(values.record).parent} is no folder")
     with Client(url, key or None, timeout_s=PATIENCE_S, ca_file=values.ca_file) as client:
         with _kept(values.record) as keep:
             try:
@@ -91,19 +94,25 @@ def _draw(argv: Sequence[str], picture: Path) -> int:
 
 @contextlib.contextmanager
 def _kept(path: str | None) -> Iterator[Callable[[View], None]]:
-    """What keeps a view in the file, at once; nothing where none is named."""
+    """What keeps a view in the file, at once; nothing where none is named.
+
+    The first view makes the file: one that a failed start left empty would refuse the next start.
+    """
     if not path:
         yield lambda view: None
         return
     from jgr.traffic import view_file
 
-    with Path(path).open("wb", buffering=0) as file:
+    with contextlib.ExitStack() as opened:
+        files: list[io.FileIO] = []
 
         def keep(view: View) -> None:
             line, done = memoryview(view_file.line(view)), 0
             try:
+                if not files:
+                    files.append(opened.enter_context(Path(path).open("wb", buffering=0)))
                 while done < len(line):  # a full disk may take a part
-                    done += file.write(line[done:])
+                    done += files[0].write(line[done:])
             except OSError as error:
                 raise UserError(f"--record: {path}: {error.strerror}") from None
 

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from jgr.config import Config, ConfigError, UserError, override
+from jgr.files import make_folder
 
 Report = Callable[[float], None]
 """Takes the value of each validation in turn."""
@@ -138,7 +139,7 @@ class Study:
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         check(config, ranges)
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder, UserError, "--out")
         self._folder, self._config, self._ranges = folder, config, tuple(ranges)
         self._states = optuna.trial.TrialState
         path = (folder / DATABASE).absolute()

@@ -194,6 +194,24 @@ def test_a_mistake_is_one_line_and_exit_code_2(argv: list[str], words: list[str]
     assert [word for word in words if word not in done.stderr] == []
 
 
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["tune", "--vary=train.layers=1:2", "--set=train.evaluate_every=1", "--out={}"], "--out: no folder"),
+        (["profile", "--out={}"], "--out: no folder"),
+        (["top", "--record={}/run.jsonl"], "--record: {} is no folder"),
+        (["train", "--config=controller", "--set=train.out={}"], "train.out: no folder"),
+    ],
+)
+def test_a_file_in_the_place_of_a_folder_is_one_line(tmp_path: Path, argv: list[str], words: str) -> None:
+    there = tmp_path / "file"
+    there.touch()
+    done = run_here(*(arg.format(there) for arg in argv))
+    assert (done.returncode, done.stdout) == (2, "")
+    *_, line = done.stderr.splitlines()
+    assert line.startswith("jgr: " + words.format(there)) and "Traceback" not in done.stderr
+
+
 def _run_with(command_body: str) -> subprocess.CompletedProcess[str]:
     """Run a command whose `main` is `command_body`."""
     return _jgr(

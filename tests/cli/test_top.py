@@ -115,7 +115,7 @@ def test_what_does_not_fit_the_terminal_is_left_out() -> None:
     assert plain.split("\r\n") == ["line 0 xxx", "line 1 xxx", "line 2 xxx", "... and 6 ", ""]
 
 
-def test_where_nothing_answers_it_says_so(server: LiveServer) -> None:
+def test_where_nothing_answers_it_says_so(server: LiveServer, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     done = run_top(f"http://127.0.0.1:{port}", "--once")
@@ -124,7 +124,9 @@ def test_where_nothing_answers_it_says_so(server: LiveServer) -> None:
         f"jgr: nobody answers at http://127.0.0.1:{port}: Connection refused; does jgr serve run there?\n",
     )
     url = f"http://127.0.0.1:{server.port}"
-    done = run_top(url, "--once", "--api_key=wrong")
+    record = tmp_path / "run.jsonl"
+    done = run_top(url, "--once", "--api_key=wrong", f"--record={record}")
+    assert not record.exists()
     assert done.returncode == 2 and done.stderr.startswith(
         f"jgr: {url} asks for a client's key; see --api_key; it "
     )

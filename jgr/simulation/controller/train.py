@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from jgr.config import ConfigError, TrainConfig
+from jgr.files import make_folder
 from jgr.serving.engine.memory_controller import write_controller
 from jgr.simulation.controller import boosting, ppo, workload
 from jgr.simulation.controller.epochs import Traffic, World
@@ -75,7 +76,7 @@ def train_controller(train: TrainConfig, progress: Progress) -> Path:
     if not train.out:
         raise ConfigError("train.out: where the controller goes")
     out = Path(train.out)
-    out.mkdir(parents=True, exist_ok=True)
+    make_folder(out, ConfigError, "train.out")
     metrics = out / "metrics.jsonl"
     with metrics.open("w", encoding="utf-8") as file:
         params = train_policy(train, progress, lambda line: print(json.dumps(line), file=file))
