@@ -15,6 +15,7 @@ from absl import flags
 
 from jgr.cli import console
 from jgr.config import UserError
+from jgr.fields import one_line
 
 HELP = "load: fill a feature store with a prepared dataset's item features"
 BATCH = 1000
@@ -46,11 +47,16 @@ def main(argv: Sequence[str]) -> None:
     from jgr.data.prepared import load_prepared
     from jgr.features import extraction
     from jgr.features.addresses import REDIS_SCHEMES, open_store
-    from jgr.features.schema import Schema
+    from jgr.features.schema import MAX_SHOWN, Schema
     from jgr.files import refuse_overwriting
 
     prepared = load_prepared(flags.FLAGS.data)
     ids, metadata = prepared.item_ids, prepared.metadata
+    if not config.schema and (left := extraction.misnamed(metadata)):
+        names = ", ".join(repr(one_line(name, MAX_SHOWN)) for name in left)
+        print(
+            f"left out: {names}: a feature's name has ASCII letters, digits, '_', '.' and '-', and no digit first"
+        )
     schema = Schema.parse(config.schema) if config.schema else extraction.derive(metadata)
     known = {name for fields in metadata for name in fields}
     if unknown := sorted({feature.name for feature in schema.features} - known):

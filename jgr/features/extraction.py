@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from jgr.catalog.catalog import Catalog
 from jgr.config import UserError
-from jgr.features.schema import Feature, Schema, SchemaError
+from jgr.features.schema import Feature, Schema, SchemaError, is_name
 
 MAX_WIDTH = 16
 _INT32 = np.iinfo(np.int32)
@@ -33,14 +33,23 @@ def derive(metadata: Sequence[Metadata]) -> Schema:
     """Find the features that the items' metadata holds, sorted by name, with at most MAX_WIDTH numbers of a list.
 
     Whole numbers become int32, others float32, texts int32 categories. A field whose texts mostly belong to a single
-    item, such as a title, is left out, and so are values that are neither number nor text. Raises SchemaError if no
-    feature is left.
+    item, such as a title, is left out, and so are values that are neither number nor text, and `misnamed` fields.
+    Raises SchemaError if no feature is left.
     """
-    names = sorted({name for fields in metadata for name in fields})
-    found = [feature for name in names if (feature := _feature(name, metadata)) is not None]
+    found = [feature for feature in _features(metadata) if is_name(feature.name)]
     if not found:
         raise SchemaError("the items' metadata holds no feature: no numbers, and no texts that items share")
     return Schema.parse(",".join(map(str, found)))
+
+
+def misnamed(metadata: Sequence[Metadata]) -> list[str]:
+    """The fields that `derive` leaves out for their names alone, which a schema's text cannot say, sorted."""
+    return [feature.name for feature in _features(metadata) if not is_name(feature.name)]
+
+
+def _features(metadata: Sequence[Metadata]) -> list[Feature]:
+    names = sorted({name for fields in metadata for name in fields})
+    return [feature for name in names if (feature := _feature(name, metadata)) is not None]
 
 
 def _feature(name: str, metadata: Sequence[Metadata]) -> Feature | None:

@@ -30,13 +30,17 @@ MAX_SHOWN = 100
 """Characters of a text that an error quotes."""
 _MAGIC = b"jgr\x01"
 _HEADER_BYTES = 16
-_FEATURE = re.compile(
-    r"(?P<name>[A-Za-z_][A-Za-z0-9_.-]*)\s*:\s*(?P<dtype>\w+)\s*(\[(?P<width>[1-9]\d{0,4})\])?"
-)
+_NAME = r"[A-Za-z_][A-Za-z0-9_.-]*"
+_FEATURE = re.compile(rf"(?P<name>{_NAME})\s*:\s*(?P<dtype>\w+)\s*(\[(?P<width>[1-9]\d{{0,4}})\])?")
 
 
 class SchemaError(UserError):
     """A schema that cannot be used."""
+
+
+def is_name(text: str) -> bool:
+    """Whether a feature may be called that, so that a schema's text can say it."""
+    return re.fullmatch(_NAME, text) is not None
 
 
 @dataclass(frozen=True)

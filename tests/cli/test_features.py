@@ -75,6 +75,17 @@ def test_load(folder: Path, tmp_path: Path, kind: str) -> None:
             server.kill()
 
 
+def test_a_field_that_cannot_be_a_feature_is_named(folder: Path, tmp_path: Path) -> None:
+    items, manifest = folder / "items.jsonl", folder / "manifest.json"
+    items.write_text(items.read_text().replace('"year"', '"release year"'))
+    outputs = json.loads(manifest.read_text())["outputs"] | {items.name: record(items)}
+    manifest.write_text(json.dumps({"format": 1, "outputs": outputs}))
+    done = _features("load", f"--data={folder}", f"--feature_store={tmp_path / 'features.sqlite'}")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("left out: 'release year': a feature's name has ASCII letters, digits, ")
+    assert json.loads(done.stdout.splitlines()[-1])["schema"] == "kind:int32"
+
+
 def test_mistakes_are_named(tmp_path: Path, folder: Path) -> None:
     for argv, message in [
         (

@@ -9,7 +9,7 @@ import struct
 import numpy as np
 import pytest
 
-from jgr.features.extraction import ExtractionError, derive, extract
+from jgr.features.extraction import ExtractionError, derive, extract, misnamed
 from jgr.features.schema import Schema, SchemaError
 
 TEXT = "price:float32,flags:uint8[3],genres:int32[2],half:float16"
@@ -114,6 +114,14 @@ def test_features_are_taken_from_metadata() -> None:
     assert records["score"].tolist() == [[0.5], [1.0], [0.0]]
     assert records["year"].tolist() == [[1999], [2000], [0]]
     assert len({comedy, drama, 0}) == 3
+
+
+def test_fields_that_a_schema_cannot_name_are_left_out() -> None:
+    metadata = [{"release year": 1999, "year": 1999, "1st": 2, "a:b": "x", "a title": "one"}]
+    assert str(derive([*metadata, {"a:b": "x"}])) == "year:int32"
+    assert misnamed([*metadata, {"a:b": "x"}]) == ["1st", "a:b", "release year"]
+    with pytest.raises(SchemaError, match="no feature"):
+        derive([{"release year": 1999}])
 
 
 def test_metadata_without_features_is_refused() -> None:
