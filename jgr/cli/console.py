@@ -131,9 +131,14 @@ def load(values: flags.FlagValues, default: Config | None = None) -> Config:
     return override(base, *environment(), *values.set)
 
 
+def names_folder(argument: str) -> bool:
+    """Whether an argument is meant as a folder: one with an equals sign that is none is a flag without its dashes."""
+    return "=" not in argument or os.path.isdir(argument)
+
+
 def load_folder(values: flags.FlagValues, argv: Sequence[str]) -> Config:
     """The configuration by the flags, where the command's one argument may name a model folder in place of --config."""
-    refuse_arguments(argv[1:] if argv and "=" not in argv[0] else argv)
+    refuse_arguments(argv[1:] if argv and names_folder(argv[0]) else argv)
     if argv and values.config:
         raise UserError(f"a model is given by its folder, {argv[0]}, or by --config: leave out one of them")
     from jgr.models.hub import located

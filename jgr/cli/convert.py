@@ -94,7 +94,7 @@ def define_flags() -> None:
 
 def main(argv: Sequence[str]) -> int:
     values = flags.FLAGS
-    if argv and not values.checkpoint and "=" not in argv[0]:
+    if argv and not values.checkpoint and console.names_folder(argv[0]):
         values["checkpoint"].value, argv = argv[0], argv[1:]
     console.refuse_arguments(argv)
     extras.require("train", "jgr convert")

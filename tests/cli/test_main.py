@@ -194,6 +194,16 @@ def test_a_mistake_is_one_line_and_exit_code_2(argv: list[str], words: list[str]
     assert [word for word in words if word not in done.stderr] == []
 
 
+def test_a_folder_may_have_an_equals_sign_in_its_name(tmp_path: Path) -> None:
+    folder = tmp_path / "beam.width=3"
+    folder.mkdir()
+    done = run_here("config", str(folder))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout)["model"]["path"] == str(folder)
+    done = run_here("convert", str(folder))
+    assert (done.returncode, done.stderr) == (2, "jgr: --items is not set\n")
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
