@@ -54,8 +54,10 @@ def main(argv: Sequence[str]) -> int:
         save_candidates(found, Path(values.out))
     name = retrievers.retriever(cfg).NAME
     recalls = {f"recall@{k}": round(found.recall(k), 4) for k in (10, 20, 50, values.k) if k <= values.k}
-    eligible = int(found.eligible.sum())
-    print(f"{name}: the target of {eligible:,} of {len(examples):,} users is among {values.k} candidates")
+    eligible, users = int(found.eligible.sum()), len(set(examples.users.tolist()))
+    asked = f"{len(examples):,} examples ({users:,} users)"
+    print(f"{name}: the target of {eligible:,} of {asked} is among {values.k} candidates")
     report = {"retriever": name, "split": values.split, "exclude_history": values.exclude_history}
-    print(json.dumps({**report, "users": len(examples), "eligible": eligible, **recalls}))
+    counts = {"examples": len(examples), "users": users, "eligible": eligible}
+    print(json.dumps({**report, **counts, **recalls}))
     return 0

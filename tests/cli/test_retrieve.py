@@ -6,15 +6,18 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import jax
 import numpy as np
+import pytest
 
 from jgr.config import Config, DataConfig, TrainConfig
 from jgr.data.datasets import load_dataset
 from jgr.evaluation.candidates import load_candidates
 from jgr.models import manifest, params, retrievers
+from tests.commands import run_here
 
 RUN = "import sys; from jgr.cli.main import run; sys.exit(run())"
 
@@ -37,9 +40,24 @@ def test_it_writes_the_candidates_of_a_split_and_counts_the_targets(tmp_path: Pa
     hits = (found.rows == valid.targets[:, None]).any(axis=1)
     report = json.loads(done.stdout.splitlines()[-1])
     assert report == {
-        "retriever": "LRURec", "split": "valid", "exclude_history": True, "users": len(valid),
-        "eligible": int(hits.sum()), "recall@10": round(found.recall(10), 4), "recall@20": round(hits.mean(), 4),
+        "retriever": "LRURec", "split": "valid", "exclude_history": True, "examples": len(valid),
+        "users": len(valid), "eligible": int(hits.sum()), "recall@10": round(found.recall(10), 4),
+        "recall@20": round(hits.mean(), 4),
     }  # fmt: skip
+
+
+def test_examples_are_told_from_their_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By time, a user may have several test targets."""
+    dataset, folder = load_dataset(DataConfig()), tmp_path / "lru"
+    cfg = retrievers.make_config(TrainConfig(model="lrurec", hidden=8, mlp=8), dataset.catalog.item_ids)
+    weights = params.initialize(retrievers.retriever(cfg).spec(cfg), jax.random.key(0))
+    retrievers.save(folder, cfg, weights, lambda _: None)
+    twice = np.array([0, 1, 2, 2])
+    several = replace(dataset.interactions, test=dataset.interactions.test.select(twice))
+    monkeypatch.setattr("jgr.data.datasets.load_dataset", lambda data: replace(dataset, interactions=several))
+    line, report = run_here("retrieve", f"--retriever={folder}", "--k=20").stdout.splitlines()
+    assert "of 4 examples (3 users) is among 20 candidates" in line
+    assert [json.loads(report)[name] for name in ("examples", "users")] == [4, 3]
 
 
 def test_validation_targets_that_were_learnt_are_not_counted(tmp_path: Path) -> None:
