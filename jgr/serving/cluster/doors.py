@@ -41,8 +41,6 @@ STEERS = (
 work go on when it has left. Ray answers 500 where they are no text, and keeps what it had begun for the request."""
 MOST_READ = 1 << 17
 """Bytes of a head that are read: one beyond MAX_HEAD_BYTES that ends before gets an answer that says why."""
-GATHERED = 1 << 16
-"""Bytes of a body that are awaited before its request is let in; the rest of a larger one is passed on as it comes."""
 
 
 def doors() -> list[Middleware]:
@@ -119,11 +117,10 @@ class Doors:
 
     async def _let_in(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request for a model's work in, or refuse it. It counts from when its body is there: a client that is
-        slow to send it keeps no others out. A body above GATHERED bytes is passed on before it is whole, and then
-        counts without being refused."""
+        slow to send it keeps no others out."""
         try:
             async with asyncio.timeout(READ_TIMEOUT_S):
-                first: Message | None = await _beginning(receive)
+                first: Message | None = await receive()
         except TimeoutError:
             return await _refuse(RequestError("invalid_http", "the body did not come in time"), scope, send)
         assert first is not None
@@ -172,21 +169,6 @@ class Doors:
                 self._window.answered(held_up != 0, came.at_ns, ways.stamp().at_ns)
             message = {**message, "headers": [each for each in message["headers"] if each[0] != ways.LEFT]}
         await send(message)
-
-
-async def _beginning(receive: Receive) -> Message:
-    """A request's body as one message, or what came of it until it was above GATHERED bytes; or that its client left.
-
-    A server hands on what a read brought: over a network that is all of a small body alone.
-    """
-    body = bytearray()
-    while True:
-        message = await receive()
-        if message["type"] != "http.request":
-            return message
-        body += message.get("body", b"")
-        if not message.get("more_body", False) or len(body) > GATHERED:
-            return {**message, "body": bytes(body)}
 
 
 async def _refuse(error: RequestError, scope: Scope, send: Send) -> None:
