@@ -57,7 +57,8 @@ def test_one_pattern_says_what_an_id_means() -> None:
         ),
         (
             "memory-of-a-4b-model-prompt-3072-beam-256",
-            "Device memory of a 4B generator, compiled for an H200 and not run (target: xGR under load); 3,072 tokens, 256 beams",
+            "Device memory of a 4B generator, compiled for an H200 and not run (target: xGR under load); "
+            "3,072 tokens, 256 beams",
         ),
         (
             "hstu-largest-error-of-114-golden-arrays",
