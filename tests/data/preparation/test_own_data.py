@@ -343,7 +343,9 @@ def test_actions_are_named_by_all_digits_of_their_level(tmp_path: Path) -> None:
 
 
 def test_a_level_of_32_bits_is_named_by_its_own_digits(tmp_path: Path) -> None:
-    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    import pyarrow as arrow
+    import pyarrow.parquet as parquet
+
     stars = arrow.array([0.1, 3.7, 16777215.0], arrow.float32())
     table = arrow.Table.from_arrays([["u"] * 3, ["a", "b", "c"], stars], ["user_id", "item_id", "stars"])
     parquet.write_table(table, tmp_path / "interactions.parquet")
